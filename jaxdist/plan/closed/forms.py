@@ -69,7 +69,9 @@ def _chunked(config: Config, samples: int) -> bool:
     """Whether the loss is computed in chunks of tokens, the last of which may be padded."""
     if config.model.vocab is None or config.mesh.tensor == 1:
         return False
-    h = jax.ShapeDtypeStruct((samples, config.data.seq_len // config.mesh.context, 1), precision_of(config.precision).compute)
+    h = jax.ShapeDtypeStruct(
+        (samples, config.data.seq_len // config.mesh.context, 1), precision_of(config.precision).compute
+    )
     table = jax.ShapeDtypeStruct((config.model.vocab // config.mesh.tensor, 1), h.dtype)
     return bool(loss_chunk(h, table, config.model.loss_chunk))
 
@@ -98,7 +100,16 @@ def microbatches_of(
         if all(_same(share, split[share.name], form) for share in shares):
             break
     kept = (config.memory.remat, parallel.reshard_after_forward, parallel.grad_sync.deterministic)
-    key = (*model_key(alone), alone.mesh, smallest, alone.parallel.strategy, *kept, config.optimizer.frozen, form, count)
+    key = (
+        *model_key(alone),
+        alone.mesh,
+        smallest,
+        alone.parallel.strategy,
+        *kept,
+        config.optimizer.frozen,
+        form,
+        count,
+    )
     return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))  # type: ignore[no-any-return]
 
 
@@ -134,7 +145,9 @@ def _same(share: Share, split: Shard | None, form: Form) -> bool:
     return split is not None or not share.axes
 
 
-def _traced(config: Config, model: ModelDef, options: StepOptions, form: Form, count: int) -> list[tuple[Microbatch, bool]]:
+def _traced(
+    config: Config, model: ModelDef, options: StepOptions, form: Form, count: int
+) -> list[tuple[Microbatch, bool]]:
     def rows_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((form.rows, *leaf.shape[1:]), leaf.dtype)
 

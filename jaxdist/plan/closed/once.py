@@ -30,7 +30,9 @@ def once_a_step(
     """
     sync, reduce, found = options.grad_sync, options.precision.reduce, list[Sent]()
 
-    def add(what: str, axes: tuple[str, ...], operation: str, elements: int, dtype: Any, how: Any, times: int = 1) -> None:
+    def add(
+        what: str, axes: tuple[str, ...], operation: str, elements: int, dtype: Any, how: Any, times: int = 1
+    ) -> None:
         found.append(call(operation, elements, dtype, axes, sizes, how).sent(axes, sizes, ONCE, what, (times,)))
 
     for each in shares:

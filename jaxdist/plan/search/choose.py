@@ -70,29 +70,35 @@ def search(
     among: the candidates; None: all of `layouts`. Raises `UserError` where none is allowed.
     """
     known, began = known or Known(), time.perf_counter()
-    given = layouts(config, cluster.devices, per_host=cluster.per_host, offload=True) if among is None else among
     fitting, tight = list[Candidate](), list[Candidate]()
     refused, examples, considered = Counter[str](), dict[str, Layout](), 0
-    enough: set[tuple[object, ...]] = set()
-    for layout in given:
-        considered += 1
-        if considered % 2000 == 0:
+    families = (
+        layouts(config, cluster.devices, per_host=cluster.per_host) if among is None else ([each] for each in among)
+    )
+    for number, family in enumerate(families, start=1):
+        considered += len(family)
+        enough = None  # what is kept and computed again by a member that fits
+        for layout in family:
+            if enough is not None and _kept(layout) != enough:
+                break
+            found = checked(config, layout)
+            if isinstance(found, str):
+                refused[_kind(found)] += 1
+                examples.setdefault(_kind(found), layout)
+                continue
+            candidate = predicted(layout, found, cluster, known)
+            if candidate is None:
+                continue
+            fits = candidate.peak <= cluster.memory
+            (fitting if fits else tight).append(candidate)
+            # What takes less memory than a member that fits only takes more time, where time follows FLOPs and bytes;
+            # but more microbatches of a pipeline also make its bubble shorter.
+            if fits and cluster.measured is None:
+                enough = _kept(layout)
+                if ScheduleFacts.of(found.parallel.schedule).one_stage:
+                    break
+        if number % 20 == 0:
             progress(f"{considered:,} layouts, {len(fitting):,} fit so far, {time.perf_counter() - began:.0f} s")
-        group = _but_microbatches(layout)
-        if among is None and group in enough:
-            continue
-        found = checked(config, layout)
-        if isinstance(found, str):
-            refused[_kind(found)] += 1
-            examples.setdefault(_kind(found), layout)
-            continue
-        candidate = predicted(layout, found, cluster, known)
-        if candidate is None:
-            continue
-        (fitting if candidate.peak <= cluster.memory else tight).append(candidate)
-        # More microbatches of one stage only cost time, once everything fits; and offloading does.
-        if candidate.peak <= cluster.memory and ScheduleFacts.of(found.parallel.schedule).one_stage:
-            enough.add(group)
     if not fitting and not tight:
         reasons = "; ".join(refused) or "its parts divide into no mesh of that many devices"
         raise UserError(f"plan: no layout of {cluster.devices} devices is allowed: {reasons}")
@@ -119,6 +125,10 @@ def _but_microbatches(layout: Layout) -> tuple[object, ...]:
     return tuple(
         each for each in layout.overrides if each[0] not in ("parallel.microbatches", "memory.offload.optimizer")
     )
+
+
+def _kept(layout: Layout) -> tuple[object, object]:
+    return layout.values["memory.offload.optimizer"], layout.values["memory.remat"]
 
 
 def _kind(reason: str) -> str:

@@ -57,16 +57,14 @@ def confirm(
         left.append(each)
     if dropped:
         notes.append(f"{dropped} of the first did not fit, once they were traced or compiled")
-    rest = [each for each in candidates[len(left) + dropped :]]
-    return Confirmed([*left, *rest], notes)
+    return Confirmed([*left, *candidates[len(left) + dropped :]], notes)
 
 
 def _traced(each: Candidate, notes: list[str]) -> Candidate:
     found = explain(each.config)
     if not math.isclose(found.ledger.wire_bytes, each.sent, rel_tol=1e-6, abs_tol=1.0):
-        notes.append(
-            f"{each.layout.name()}: traced it sends {found.ledger.wire_bytes:,.0f} bytes, by closed forms {each.sent:,.0f}"
-        )
+        sent = f"{found.ledger.wire_bytes:,.0f} bytes, by closed forms {each.sent:,.0f}"
+        notes.append(f"{each.layout.name()}: traced, a device sends {sent}")
     memory = {**each.memory, PEAK: found.memory[ESTIMATED_PEAK]}
     return each._replace(how="traced", memory=memory, sent=found.ledger.wire_bytes)
 

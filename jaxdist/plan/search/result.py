@@ -157,8 +157,8 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
 def launchable(plan: Plan) -> str:
     """The configuration of the choice as YAML, with what was predicted in its first line."""
     best = plan.winner
-    head = f"# {best.layout.name()}: {best.seconds.total:.4g} s a step predicted for {plan.cluster.devices} x {plan.cluster.name}"
-    return f"{head}\n{to_yaml(best.config)}"
+    devices = f"{plan.cluster.devices} x {plan.cluster.name}"
+    return f"# {best.layout.name()}: {best.seconds.total:.4g} s a step predicted for {devices}\n{to_yaml(best.config)}"
 
 
 def launch_command(plan: Plan, path: str) -> str:

@@ -1,4 +1,4 @@
-"""Predicted seconds of a step, by part: what computes, what waits for which axes, the bubble, the optimizer, the host."""
+"""Predicted seconds of a step, by part: computing, waiting for each set of axes, bubble, optimizer, host memory."""
 
 import itertools
 import math

@@ -1,6 +1,7 @@
 """The layouts that a plan chooses among: overrides of a configuration, checked as any configuration is."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,12 @@ from jaxdist.config.entries import ModelFacts, ScheduleFacts, StrategyFacts
 from jaxdist.config.rules.pipeline import divisors
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.mesh import AXES
+from jaxdist.mesh import AXES, BATCH_AXES
 from jaxdist.plan.remedies import changed, typed
 
 REMATS = ("none", "dots", "full")
 MOST_MICROBATCHES = 64  # more hide hardly more of a bubble
+LONG = 16384  # positions from which on activations of one sequence may be split
 
 
 class Layout(NamedTuple):
@@ -83,42 +85,58 @@ def splits(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
             yield {axes[0]: size, **rest}
 
 
-def layouts(config: Config, devices: int, *, per_host: int, offload: bool = False) -> Iterator[Layout]:
-    """The candidates of a configuration on that many devices, not checked.
+def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Layout]]:
+    """The candidates of a configuration on that many devices, not checked: in families that differ in what they keep.
+
+    A family has the same mesh, strategy and schedule. Its members take ever less memory and, where operations take the
+    time of their FLOPs and bytes, ever more time: more microbatches, more that is computed again, the optimizer's state
+    in host memory.
 
     Left out is what another candidate beats in every figure: tensor parallelism between hosts; gpipe, which keeps more
-    than 1F1B; zero strategies without fsdp or context; sizes of axes that no layer of the model uses.
+    than 1F1B; zero strategies without shards. `context` is tried where sequences are long, or fewer than devices.
     """
-    facts, given = ModelFacts.of(config.model.name), config.mesh
-    unused = _unused(config)
-    axes = [axis for axis in AXES if axis not in unused]
-    if facts.user_loss:
-        axes = ["data", "fsdp"]
-    remats: tuple[Any, ...] = tuple(dict.fromkeys((config.memory.remat, *REMATS)))
     sharded = [name for name in registry.names(StrategyFacts.folder) if StrategyFacts.of(name).sharded]
-    batch = config.data.global_batch
-    for sizes in splits(devices, axes):
+    for sizes in splits(devices, _axes(config, devices)):
         if sizes.get("tensor", 1) > per_host:
             continue
-        rows = batch // max(1, sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1))
-        counts = [2**k for k in range(rows.bit_length()) if 2**k <= min(rows, MOST_MICROBATCHES)] or [1]
         shards = sizes.get("fsdp", 1) * sizes.get("context", 1)
         strategies = ["ddp"] if shards == 1 else [*(["ddp"] if sizes.get("fsdp", 1) == 1 else []), *sharded]
-        for schedule, chunks in _schedules(config, sizes.get("pipe", 1)):
-            for strategy, microbatches, remat in itertools.product(strategies, counts, remats):
-                values = {f"mesh.{axis}": sizes.get(axis, 1) for axis in AXES}
-                values |= {"parallel.strategy": strategy, "parallel.schedule": schedule}
-                values |= {"parallel.microbatches": microbatches, "memory.remat": remat}
-                values |= {"parallel.chunks": chunks} if chunks > 1 or config.parallel.chunks > 1 else {}
-                values |= (
-                    {"parallel.stages": ()} if config.parallel.stages and sizes.get("pipe", 1) != given.pipe else {}
-                )
-                split = sizes.get("tensor", 1) > 1 and hasattr(config.model, "heads")
-                if split or config.parallel.sequence_parallel:
-                    values["parallel.sequence_parallel"] = split
-                yield Layout(tuple(values.items()))
-                if offload:
-                    yield Layout((*values.items(), ("memory.offload.optimizer", True)))
+        for strategy, (schedule, chunks) in itertools.product(strategies, _schedules(config, sizes.get("pipe", 1))):
+            values: dict[str, Any] = {f"mesh.{axis}": sizes.get(axis, 1) for axis in AXES}
+            values |= {"parallel.strategy": strategy, "parallel.schedule": schedule, "parallel.chunks": chunks}
+            values |= {"parallel.prefetch": None}  # where it can be, on GPUs
+            values |= {"parallel.stages": config.parallel.stages if sizes.get("pipe", 1) == config.mesh.pipe else ()}
+            split = sizes.get("tensor", 1) > 1 and hasattr(config.model, "heads")
+            values |= {"parallel.sequence_parallel": split}
+            yield _members(config, values, sizes)
+
+
+def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> list[Layout]:
+    """The members of a family."""
+    remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
+    rows = config.data.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+    counts = [2**k for k in range(rows.bit_length()) if 2**k <= min(rows, MOST_MICROBATCHES)] or [1]
+    each = itertools.product((config.memory.offload.optimizer, True), remats, counts)
+    return [
+        Layout(
+            (
+                *values.items(),
+                ("parallel.microbatches", count),
+                ("memory.remat", remat),
+                ("memory.offload.optimizer", offload),
+            )
+        )
+        for offload, remat, count in dict.fromkeys(each)
+    ]
+
+
+def _axes(config: Config, devices: int) -> list[str]:
+    """The axes whose sizes are tried."""
+    if ModelFacts.of(config.model.name).user_loss:
+        return ["data", "fsdp"]
+    unused = _unused(config)
+    long = config.data.seq_len >= LONG or config.data.global_batch < devices or config.mesh.context > 1
+    return [axis for axis in AXES if axis not in unused and (axis != "context" or long)]
 
 
 def _unused(config: Config) -> set[str]:

@@ -1,0 +1,128 @@
+"""The notes' table of choices, asked of the planner: five cases, each with its link and sizes, and pure layouts beside.
+
+    python scripts/bench/plan_cases.py [--case 1 --case 2b ...] [--json OUT]
+
+Closed forms and the makers' rates alone; nothing is measured or compiled, and no GPU is needed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdist.config.load import load_config
+from jaxdist.observe import measured_on
+from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.search.choose import Candidate, Search, search, tie_of
+from jaxdist.plan.search.cluster import gpu_cluster
+from jaxdist.plan.search.reasons import does_not_fit
+from jaxdist.precision.policy import precision_of
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ("model.mlp_width=null", "memory.remat=none", "parallel.prefetch=null", "precision={policy: bf16}")
+
+
+class Case(NamedTuple):
+    """A case. said: what the notes recommend. link: between hosts. inside: between GPUs of a host."""
+
+    name: str
+    about: str
+    said: str
+    overrides: tuple[str, ...]
+    gpu: str
+    hosts: int = 1
+    link: str | None = None
+    inside: str | None = None
+
+
+def model(layers: int, width: int, heads: int, seq: int, batch: int, vocab: int = 32000) -> tuple[str, ...]:
+    """A model of Llama's kind."""
+    sizes = f"model.layers={layers}", f"model.width={width}", f"model.heads={heads}", f"model.vocab={vocab}"
+    return (*LLAMA, *sizes, f"data.seq_len={seq}", f"data.global_batch={batch}")
+
+
+_LARGE = model(40, 5120, 40, 2048, 64)
+CASES = (
+    Case("1", "one host, the model fits a GPU", "DDP, or ZeRO", model(24, 1024, 16, 1024, 64, 50304), "h200"),
+    Case("2", "one host, it does not fit a GPU; NVLink", "pipeline, ZeRO or tensor", _LARGE, "a100-80"),
+    Case("2b", "the same over PCIe 3", "pipeline before ZeRO", _LARGE, "a100-80", inside="pcie3"),
+    Case("3", "one host, a layer does not fit", "tensor", model(2, 32768, 256, 1024, 8), "a100-80"),
+    Case("4", "eight hosts, fast links", "ZeRO, or pipeline x tensor x data", model(80, 8192, 64, 4096, 256), "h200", 8),
+    Case("5", "four hosts, 10 Gbit/s, 40 GB", "data x pipeline x tensor + ZeRO-1", model(40, 5120, 40, 2048, 256),
+         "a100-40", 4, "10gbit"),
+)  # fmt: skip
+PURE: dict[str, Callable[[dict[str, Any], int], bool]] = {
+    "ddp alone": lambda values, n: values["mesh.data"] == n,
+    "zero3 alone": lambda values, n: values["mesh.fsdp"] == n and values["parallel.strategy"] == "zero3",
+    "pipeline alone": lambda values, n: values["mesh.pipe"] == n,
+    "tensor alone": lambda values, n: values["mesh.tensor"] == n,
+}
+
+
+def found_of(case: Case) -> dict[str, Any]:
+    """The figures of a case."""
+    config = load_config(ROOT / "configs" / "llama_7b_h200.yaml", [*case.overrides, "mesh.fsdp=1"], planned=True)
+    precision = precision_of(config.precision)
+    cluster = gpu_cluster(case.gpu, precision, hosts=case.hosts, per_host=8, link=case.link, inside=case.inside)
+    known, began = Known(), time.perf_counter()
+    found = search(config, cluster, known, progress=lambda text: print(f"  {text}", file=sys.stderr, flush=True))
+    tie = tie_of(found.fitting, cluster.spread)
+    best = found.fitting[0].seconds.total
+    return {
+        "case": case._asdict(),
+        "parameters": known.model(tie.winner.config).parameters,
+        "considered": found.considered,
+        "search_s": round(time.perf_counter() - began, 1),
+        "choice": _row(tie.winner, best),
+        "ties": [_row(each, best) for each in tie.members[:8]],
+        "pure": {name: _pure(test, found, cluster.devices, best) for name, test in PURE.items()},
+    }
+
+
+def _row(each: Candidate, best: float) -> dict[str, Any]:
+    return {
+        "layout": each.layout.name(),
+        "seconds": each.seconds.total,
+        "beside_the_fastest": each.seconds.total / best,
+        "parts": each.seconds.parts(),
+        "peak_bytes": each.peak,
+    }
+
+
+def _pure(test: Callable[[dict[str, Any], int], bool], found: Search, devices: int, best: float) -> dict[str, Any]:
+    """The best layout of a kind; or how far the nearest of them is from fitting."""
+    fits = [each for each in found.fitting if test(each.layout.values, devices)]
+    if fits:
+        return _row(fits[0], best)
+    tight = [each for each in found.tight if test(each.layout.values, devices)]
+    nearest = min(tight, key=lambda each: each.peak, default=None)
+    why = "not allowed, or more than twice the memory" if nearest is None else does_not_fit(nearest, found.cluster.memory)
+    return {"refused": why}
+
+
+def main() -> int:
+    """Print a table, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    figures = []
+    for case in CASES:
+        if given.case and case.name not in given.case:
+            continue
+        figures.append(found := found_of(case))
+        print(f"{case.name}. {case.about}: {found['parameters'] / 1e9:.2f} B parameters, {8 * case.hosts} x {case.gpu}")
+        print(f"   notes: {case.said}; choice: {found['choice']['layout']}, {found['choice']['seconds']:.3g} s")
+        for name, row in found["pure"].items():
+            said = row.get("refused") or f"{row['beside_the_fastest']:.2f} x: {row['layout']}"
+            print(f"   {name}: {said}", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps({"measured": measured_on(), "cases": figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
