@@ -26,6 +26,7 @@ from jaxdist.errors import UserError, nearest
 Made = TypeVar("Made")
 
 
+@functools.cache
 def folder_of(package: str) -> Path:
     """Where a package such as "jaxdist.parallel.strategies" lies. Imports nothing."""
     top, *inner = package.split(".")
@@ -186,6 +187,13 @@ def facts(package: str, name: Any) -> dict[str, Any]:
     return {}
 
 
+@functools.cache
+def _options_file(package: str, name: str) -> Path | None:
+    """The file with the options of an entry of the folder, or None."""
+    file = folder_of(package) / "options" / f"{name}.py"
+    return file if file.exists() else None
+
+
 def options(package: str, name: str) -> ModuleType | None:
     """The module with the options of an entry, or None.
 
@@ -193,9 +201,12 @@ def options(package: str, name: str) -> ModuleType | None:
     """
     if "." in name:
         return _module(name, key=package)
-    module, file = f"{package}.options.{name}", folder_of(package) / "options" / f"{name}.py"
-    if module in sys.modules or not file.exists():
-        return sys.modules.get(module)
+    module = f"{package}.options.{name}"
+    if module in sys.modules:
+        return sys.modules[module]
+    file = _options_file(package, name)
+    if file is None:
+        return None
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None and spec.loader is not None, file
     sys.modules[module] = found = importlib.util.module_from_spec(spec)

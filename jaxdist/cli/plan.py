@@ -1,5 +1,6 @@
-"""The command `plan`: compile a train step for GPUs that are not there. Will it fit, what does it send?"""
+"""The command `plan`: choose a layout for a cluster, or compile a step for GPUs that are not there."""
 
+import argparse
 import importlib
 import os
 import sys
@@ -7,40 +8,70 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config
 from jaxdist.config.shipped import add_config, take_config, with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 _EXAMPLES = (
+    "jaxdist plan llama_7b_h200 --gpu h200 --hosts 4 --link 100gbit --out plan",
     "jaxdist plan --compile --gpu h200 llama_7b_h200",
-    "jaxdist plan --compile --gpu h100 --hosts 32 my.yaml mesh.fsdp=256",
 )
 
 
 @reports_mistakes
 def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
-    """Exit status: 0 it fits; 1 it does not; 2 the configuration is wrong, or something is not installed."""
+    """Exit status: 0; with --compile 1 if it does not fit; 2 the configuration is wrong, nothing fits, or something is
+    not installed."""
     parser = CommandParser(
         prog=prog,
-        description="The step of a configuration, compiled for GPUs that are not there.",
+        description="The layout of a configuration that trains fastest on a cluster, with reasons; or, with --compile,"
+        " its step as it is, compiled for GPUs that are not there.",
         **with_examples(_EXAMPLES),
     )
-    parser.add_argument("--compile", action="store_true", required=True, help="what it does so far")
     add_config(parser)
-    parser.add_argument("--gpu", default="h200", help="a100-40, a100-80, h100, h200, b200, gb200")
-    parser.add_argument("--hosts", type=int, help="default: as many as the mesh needs")
+    parser.add_argument("--gpu", default="h200", help="a100-40, a100-80, h100, h200, b200, gb200; default: h200")
+    parser.add_argument("--hosts", type=int, help="default: 1; with --compile as many as the mesh needs")
     parser.add_argument("--gpus-per-host", type=int, default=8)
-    parser.add_argument("--network", type=float, metavar="GB/S", help="assumed of a GPU; default: by the GPU, see docs")
-    parser.add_argument("--latency", type=float, default=0.0, metavar="US", help="assumed of a collective")
-    parser.add_argument("--target-config", type=Path, metavar="FILE", help="XLA's description of the GPU")
-    parser.add_argument("--by-compiler", action="store_true", help="compare: a plain step, XLA partitions it at O1")
-    parser.add_argument("--rows", type=int, default=12, help="collectives printed of each loop; 0: all")
-    parser.add_argument("--hlo", type=Path, metavar="FILE", help="the compiled program, as scheduled")
+    _add_choice(parser)
+    _add_compiling(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
     arguments = parser.parse_intermixed_args(argv)
     path, overrides = take_config(parser, arguments)
     plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
     config = load_config(path, [*overrides, *plain], planned=True)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
+    if arguments.compile:
+        return _compile(config, arguments)
+    from jaxdist.cli.work.choose import run_choose
+
+    return run_choose(config, arguments)
+
+
+def _add_choice(parser: CommandParser) -> None:
+    group = parser.add_argument_group("choosing a layout")
+    add = group.add_argument
+    add("--link", metavar="RATE", help="between hosts, of a host: 100gbit, or a name of jaxdist cost; default: 400 Gbit/s a GPU")
+    add("--inside", metavar="RATE", help="between the GPUs of a host: pcie3, pcie4, a rate; default: NVLink")
+    add("--calibration", type=Path, metavar="FILE", help="rates that jaxdist calibrate measured, in place of the table")
+    add("--explain", action="append", default=[], metavar="KEY=VALUE", help="argue the layout with these keys; repeat it")
+    add("--out", type=Path, metavar="DIR", help="write plan.json, plan.yaml, which trains, and plan.svg")
+    add("--quick", action="store_true", help="closed forms alone: nothing is traced or compiled")
+    add("--finalists", type=int, default=3, metavar="N", help="how many are compiled; default: 3")
+
+
+def _add_compiling(parser: CommandParser) -> None:
+    group = parser.add_argument_group("with --compile")
+    add = group.add_argument
+    add("--compile", action="store_true", help="compile the step as it is configured")
+    add("--network", type=float, metavar="GB/S", help="assumed of a GPU; default: by the GPU, see docs")
+    add("--latency", type=float, default=0.0, metavar="US", help="assumed of a collective")
+    add("--target-config", type=Path, metavar="FILE", help="XLA's description of the GPU")
+    add("--by-compiler", action="store_true", help="compare: a plain step, XLA partitions it at O1")
+    add("--rows", type=int, default=12, help="collectives printed of each loop; 0: all")
+    add("--hlo", type=Path, metavar="FILE", help="the compiled program, as scheduled")
+
+
+def _compile(config: Config, arguments: argparse.Namespace) -> int:
     from jaxdist.cli.work.plan import run_plan
 
     if not arguments.by_compiler:

@@ -171,8 +171,14 @@ class Section:
 
 def named(cls: type, given: Mapping[str, Any]) -> Entries:
     """The entries that the keys of a section name. given: values of keys; others have their defaults."""
-    keys = [(each.name, each.metadata["rule"].folder, given.get(each.name, each.default)) for each in fields(cls)]
-    return tuple(Entry(*each) for each in keys if each[1])
+    return tuple(Entry(name, folder, given.get(name, default)) for name, folder, default in _naming(cls))
+
+
+@functools.cache  # asked for each section of thousands of candidates of a plan
+def _naming(cls: Any) -> tuple[tuple[str, str, Any], ...]:
+    """(key, folder, default) of the keys of a section that name entries."""
+    keys = [(each.name, each.metadata["rule"].folder, each.default) for each in fields(cls)]
+    return tuple(each for each in keys if each[1])
 
 
 def entries_in(cls: Any, given: Mapping[str, Any]) -> Entries:

@@ -1,0 +1,146 @@
+"""The choice of a layout: every candidate predicted in closed form, the best ones traced, the finalists compiled."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from jaxdist.config.entries import ScheduleFacts
+from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
+from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.ledger import sends_of
+from jaxdist.plan.closed.memory import PEAK, memory_of
+from jaxdist.plan.closed.sent import Sent
+from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.seconds import Seconds, seconds_of
+from jaxdist.plan.search.space import Layout, checked, layouts
+
+ROOM = 2.2  # candidates that need up to so many times the memory are predicted too: for "with twice the memory"
+KEPT = 400  # candidates that are kept with all figures
+
+
+class Candidate(NamedTuple):
+    """A layout with its figures.
+
+    memory: {part: bytes of a device}, with the peak. how: "closed form", "traced" or "compiled".
+    sent: bytes that a device sends in a step.
+    """
+
+    layout: Layout
+    config: Config
+    seconds: Seconds
+    memory: dict[str, int]
+    sent: float
+    how: str = "closed form"
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a device."""
+        return self.memory[PEAK]
+
+
+class Search(NamedTuple):
+    """All candidates of a plan, predicted.
+
+    fitting: those that fit, the fastest first. tight: those that need more memory, up to `ROOM` times.
+    refused: {reason: how many}, of those that are not allowed. examples: one layout for each reason.
+    considered: how many there were. took: seconds.
+    """
+
+    cluster: Cluster
+    fitting: list[Candidate]
+    tight: list[Candidate]
+    refused: Counter[str]
+    examples: dict[str, Layout]
+    considered: int
+    took: float
+
+
+def search(
+    config: Config,
+    cluster: Cluster,
+    known: Known | None = None,
+    *,
+    among: Iterable[Layout] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Search:
+    """Predict the candidates of a configuration on a cluster.
+
+    among: the candidates; None: all of `layouts`. Raises `UserError` where none is allowed.
+    """
+    known, began = known or Known(), time.perf_counter()
+    given = layouts(config, cluster.devices, per_host=cluster.per_host, offload=True) if among is None else among
+    fitting, tight = list[Candidate](), list[Candidate]()
+    refused, examples, considered = Counter[str](), dict[str, Layout](), 0
+    enough: set[tuple[object, ...]] = set()
+    for layout in given:
+        considered += 1
+        if considered % 2000 == 0:
+            progress(f"{considered:,} layouts, {len(fitting):,} fit so far, {time.perf_counter() - began:.0f} s")
+        group = _but_microbatches(layout)
+        if among is None and group in enough:
+            continue
+        found = checked(config, layout)
+        if isinstance(found, str):
+            refused[_kind(found)] += 1
+            examples.setdefault(_kind(found), layout)
+            continue
+        candidate = predicted(layout, found, cluster, known)
+        if candidate is None:
+            continue
+        (fitting if candidate.peak <= cluster.memory else tight).append(candidate)
+        # More microbatches of one stage only cost time, once everything fits; and offloading does.
+        if candidate.peak <= cluster.memory and ScheduleFacts.of(found.parallel.schedule).one_stage:
+            enough.add(group)
+    if not fitting and not tight:
+        reasons = "; ".join(refused) or "its parts divide into no mesh of that many devices"
+        raise UserError(f"plan: no layout of {cluster.devices} devices is allowed: {reasons}")
+    fitting.sort(key=lambda each: each.seconds.total)
+    tight.sort(key=lambda each: each.seconds.total)
+    return Search(
+        cluster, fitting[:KEPT], tight[:KEPT], refused, examples, considered, time.perf_counter() - began
+    )
+
+
+def predicted(layout: Layout, config: Config, cluster: Cluster, known: Known) -> Candidate | None:
+    """The figures of a layout; None if it needs more than `ROOM` times the memory."""
+    memory = memory_of(config, known)
+    if memory[PEAK] > ROOM * cluster.memory:
+        return None
+    sent = list(sends_of(config, known))
+    seconds = seconds_of(config, cluster, sent, (memory["parameters"], memory["optimizer state"]), known)
+    return Candidate(layout, config, seconds, memory, _bytes_of(sent))
+
+
+def _bytes_of(sent: Iterable[Sent]) -> float:
+    return sum(each.wire_bytes * max(each.calls) for each in sent)
+
+
+def _but_microbatches(layout: Layout) -> tuple[object, ...]:
+    return tuple(each for each in layout.overrides if each[0] not in ("parallel.microbatches", "memory.offload.optimizer"))
+
+
+def _kind(reason: str) -> str:
+    """A reason without the numbers that differ between candidates: its key."""
+    return reason.partition(":")[0]
+
+
+class Tie(NamedTuple):
+    """The layouts that no prediction can tell from the fastest one, the simplest first."""
+
+    members: list[Candidate]
+    fastest: float
+
+    @property
+    def winner(self) -> Candidate:
+        """The simplest."""
+        return self.members[0]
+
+
+def tie_of(candidates: list[Candidate], spread: float) -> Tie:
+    """The tie class of candidates, which are sorted by seconds. spread: relative."""
+    fastest = candidates[0].seconds.total
+    members = [each for each in candidates if each.seconds.total <= (1 + spread) * fastest]
+    members.sort(key=lambda each: (each.layout.simplicity(), each.seconds.total))
+    return Tie(members, fastest)

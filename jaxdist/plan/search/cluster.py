@@ -1,0 +1,144 @@
+"""The cluster that a plan is for: its devices, its links, and the rates that are assumed or were measured there."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxdist.collectives.cost import LINKS, Link, make_link
+from jaxdist.config.rules.grad_sync import link_rate
+from jaxdist.errors import UserError
+from jaxdist.mesh import AXES
+from jaxdist.plan.compiled.ahead_of_time import USABLE_SHARE
+from jaxdist.plan.compiled.hardware import GPUS, Gpu, get_gpu
+from jaxdist.plan.machines import DEVICES, pcie
+from jaxdist.precision.policy import Precision
+
+# Two plans whose predicted seconds differ by less than this are a tie, where nothing was measured: an assumption.
+# Calibrations bring their own spread.
+ASSUMED_SPREAD = 0.10
+# The share of a kind of traffic that runs beside computation on GPUs: from schedules compiled for H200 (docs/plan.md,
+# docs/experts.md), and where no schedule was compiled an assumption. On CPUs collectives block: nothing is hidden.
+HIDDEN_ON_GPUS = {
+    "parameters": 0.95,  # measured on schedules with prefetch: 97 to 99 %
+    "gradients": 0.95,
+    "tensor": 0.5,  # 48 to 53 % with sequence parallelism
+    "expert": 0.37,  # in one piece; pieces 4: 72 %, pieces 8: 80 %
+    "context": 0.5,  # an assumption
+}
+
+
+class Cluster(NamedTuple):
+    """Devices and links.
+
+    name: of the devices. hosts, per_host: how many.
+    memory: bytes of a device that a step may take; math.inf: not judged.
+    flops: a second that large matrix products reach in the precision of the plan.
+    bandwidth: of a device's memory, bytes a second.
+    inside: the link of a device to others of its host. between: of a host to other hosts, shared by its devices.
+    to_host: bytes a second between a device and the memory of its host.
+    hidden: {kind of traffic: the share of it that may run beside computation}.
+    spread: the relative difference below which two predictions are a tie.
+    """
+
+    name: str
+    hosts: int
+    per_host: int
+    memory: float
+    flops: float
+    bandwidth: float
+    inside: Link
+    between: Link
+    to_host: float
+    hidden: Mapping[str, float]
+    spread: float
+
+    @property
+    def devices(self) -> int:
+        """All devices."""
+        return self.hosts * self.per_host
+
+    def link(self, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[Link, bool]:
+        """(the link of a device for a collective over these axes, whether it is between hosts).
+
+        Devices are in the order of the mesh, the last axis fastest. A ring over devices of several hosts leaves each
+        host once, so that all groups with members on a host share its link.
+        """
+        room, inside = self.per_host, 1
+        for axis in reversed(AXES):
+            here = math.gcd(sizes.get(axis, 1), room)
+            room //= here
+            inside *= here if axis in axes else 1
+        if inside >= math.prod(sizes.get(axis, 1) for axis in axes):
+            return self.inside, False
+        used = min(self.per_host, math.prod(sizes.values()))
+        share = self.between.bytes_per_s * inside / used
+        return self.between._replace(bytes_per_s=min(share, self.inside.bytes_per_s)), True
+
+    def described(self) -> str:
+        """In a line, with the rates."""
+        hosts = f"{self.hosts} hosts of {self.per_host}" if self.hosts > 1 else f"{self.per_host}"
+        between = f", {self.between.bytes_per_s / 1e9:.4g} GB/s between hosts" if self.hosts > 1 else ""
+        return (
+            f"{hosts} x {self.name}: products {self.flops / 1e12:.4g} TFLOP/s, memory"
+            f" {self.bandwidth / 1e9:,.4g} GB/s, {self.inside.bytes_per_s / 1e9:.4g} GB/s inside a host{between}"
+        )
+
+
+def gpu_cluster(gpu: str, precision: Precision, *, hosts: int, per_host: int, link: str | None, inside: str | None) -> Cluster:
+    """GPUs of the table, by the rates that replays assume.
+
+    link: between hosts, of a host: a name or a rate such as "100gbit"; None: 50 GB/s for each GPU (400 Gbit/s).
+    inside: "nvlink" or None for the GPU's own; "pcie3", "pcie4", "pcie5"; or a rate.
+
+    Raises `UserError` for a GPU or a link that is not known.
+    """
+    found, rates = get_gpu(gpu), get_gpu(gpu).rates
+    share = rates.flops / found.bf16
+    near = LINKS["nvlink"]._replace(bytes_per_s=rates.network)
+    bus = DEVICES[gpu].pcie if gpu in DEVICES else 5
+    if inside is not None and inside != "nvlink":
+        near = near._replace(bytes_per_s=_rate(inside, key="--inside"))
+    far = LINKS["infiniband"]
+    far = far._replace(bytes_per_s=far.bytes_per_s * per_host if link is None else _rate(link, key="--link"))
+    return Cluster(
+        name=gpu,
+        hosts=hosts,
+        per_host=per_host,
+        memory=USABLE_SHARE * found.memory,
+        flops=share * _products(found, precision),
+        bandwidth=found.bandwidth,
+        inside=near,
+        between=far,
+        to_host=pcie(bus) * 0.8,  # what copies of large arrays reach: an assumption
+        hidden=HIDDEN_ON_GPUS,
+        spread=ASSUMED_SPREAD,
+    )
+
+
+def _products(gpu: Gpu, precision: Precision) -> float:
+    """Dense FLOPs a second of the maker for the type that this precision multiplies in."""
+    import jax.numpy as jnp
+
+    if precision.fp8 and gpu.fp8:
+        return gpu.fp8
+    return gpu.bf16 if jnp.dtype(precision.compute).itemsize == 2 else gpu.tf32
+
+
+def _rate(text: str, *, key: str) -> float:
+    """Bytes a second of "100gbit", "pcie4", or a name of `jaxdist cost --link`. Raises `UserError`."""
+    from jaxdist.plan.machines import LINK_RATES
+
+    if text in LINK_RATES:
+        return LINK_RATES[text]
+    rate = link_rate(text)
+    if rate is None:
+        raise UserError(f"{key}: {text!r} is no link; allowed: a rate such as 100gbit or 25mbit; {', '.join(LINK_RATES)}")
+    return rate
+
+
+def known_gpus() -> str:
+    """The names of GPUs that a plan can be for, in a line."""
+    return ", ".join(GPUS)
+
+
+__all__ = ["ASSUMED_SPREAD", "Cluster", "gpu_cluster", "known_gpus", "make_link"]

@@ -1,0 +1,104 @@
+"""The finalists of a plan, traced and compiled: what closed forms say of them is compared with the program itself."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.build import assemble
+from jaxdist.errors import UserError
+from jaxdist.mesh import make_mesh
+from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.compiled import ahead_of_time, hardware
+from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
+from jaxdist.plan.explain import ESTIMATED_PEAK, explain
+from jaxdist.plan.search.choose import Candidate
+from jaxdist.plan.search.cluster import Cluster
+from jaxdist.runtime.compiler import set_flags, set_options
+
+TRACED, COMPILED = 10, 3
+
+
+class Confirmed(NamedTuple):
+    """The candidates that are left, in the same order, with better figures of memory, and what was found.
+
+    notes: lines about what was compared, and what could not be compiled here.
+    """
+
+    candidates: list[Candidate]
+    notes: list[str]
+
+
+def confirm(
+    candidates: list[Candidate], cluster: Cluster, *, traced: int, compiled: int, progress: Callable[[str], None]
+) -> Confirmed:
+    """Trace the first candidates, and compile the first of these. One that does not fit then is dropped.
+
+    traced, compiled: how many.
+    """
+    left, notes, dropped = list[Candidate](), list[str](), 0
+    compiler = _compiler(cluster, notes) if compiled else None
+    for each in candidates:
+        if len(left) >= max(traced, compiled):
+            break
+        if compiler is not None and sum(one.how == "compiled" for one in left) < compiled:
+            progress(f"compiling {each.layout.name()}")
+            footprint = compiler(each)
+            if footprint is not None:
+                each = each._replace(how="compiled", memory={**each.memory, PEAK: footprint.peak})
+        if each.how != "compiled" and len(left) < traced:
+            progress(f"tracing {each.layout.name()}")
+            each = _traced(each, notes)
+        if each.peak > cluster.memory:
+            dropped += 1
+            continue
+        left.append(each)
+    if dropped:
+        notes.append(f"{dropped} of the first did not fit, once they were traced or compiled")
+    rest = [each for each in candidates[len(left) + dropped :]]
+    return Confirmed([*left, *rest], notes)
+
+
+def _traced(each: Candidate, notes: list[str]) -> Candidate:
+    found = explain(each.config)
+    if not math.isclose(found.ledger.wire_bytes, each.sent, rel_tol=1e-6, abs_tol=1.0):
+        notes.append(
+            f"{each.layout.name()}: traced it sends {found.ledger.wire_bytes:,.0f} bytes, by closed forms {each.sent:,.0f}"
+        )
+    memory = {**each.memory, PEAK: found.memory[ESTIMATED_PEAK]}
+    return each._replace(how="traced", memory=memory, sent=found.ledger.wire_bytes)
+
+
+def _compiler(cluster: Cluster, notes: list[str]) -> Callable[[Candidate], Footprint | None] | None:
+    """A function that compiles a candidate for the devices of the cluster; None, with a note, where that cannot be."""
+    if cluster.name not in hardware.GPUS:
+        here = len(jax.devices())
+        if here < cluster.devices:
+            notes.append(f"nothing was compiled: {cluster.devices} devices are wanted, and {here} are here")
+            return None
+        return _on_these_devices
+    gpu = hardware.get_gpu(cluster.name)
+    try:
+        library = ahead_of_time.plugin_library()
+        description = ahead_of_time.target_config(gpu, library)
+    except UserError as error:
+        notes.append(f"nothing was compiled, and memory is an estimate: {str(error).removeprefix('--compile: ')}")
+        return None
+
+    def compile_for_gpus(each: Candidate) -> Footprint:
+        set_flags(each.config, "gpu", started=False)
+        set_options(each.config, "gpu")
+        mesh = ahead_of_time.mesh_of(
+            each.config, description, hosts=cluster.hosts, gpus_per_host=cluster.per_host
+        )
+        return ahead_of_time.compile_ahead(each.config, gpu, mesh, gpu.rates).footprint
+
+    return compile_for_gpus
+
+
+def _on_these_devices(each: Candidate) -> Footprint | None:
+    mesh: Any = make_mesh(**asdict(each.config.mesh), devices=jax.devices())
+    parts = assemble(each.config, mesh)
+    return footprint_of(compile_step(parts, batch_of(each.config, mesh)), each.config, parts)

@@ -1,0 +1,125 @@
+"""The reasons of a plan: why the nearest others lost, and what would have to be true for another to win."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jaxdist.config.schema import Config
+from jaxdist.mesh import AXES
+from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.remedies import changed
+from jaxdist.plan.search.choose import Candidate, Search, Tie, search, tie_of
+from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.space import Layout
+from jaxdist.specs import format_bytes
+
+FACTORS = (2, 4, 8, 16, 32, 64)
+
+
+class Other(NamedTuple):
+    """A layout that lost. why: in words."""
+
+    candidate: Candidate
+    why: str
+
+
+class Turn(NamedTuple):
+    """What would have to be true for another layout to win. what: in words."""
+
+    what: str
+    winner: Candidate
+
+
+def family(layout: Layout) -> tuple[object, ...]:
+    """What kind of layout it is: the axes that are on, and the strategy."""
+    values = layout.values
+    return (*(axis for axis in AXES if values.get(f"mesh.{axis}", 1) > 1), values["parallel.strategy"])
+
+
+def others(found: Search, tie: Tie, *, most: int = 6) -> list[Other]:
+    """The best of each kind of layout that is not in the tie class, with the reason why it lost; and of each kind of
+    which none fits, the one that is nearest to fitting."""
+    seen, lost = {family(each.layout) for each in tie.members}, list[Other]()
+    for each in found.fitting:
+        if (kind := family(each.layout)) not in seen:
+            seen.add(kind)
+            lost.append(Other(each, slower(each, tie.winner)))
+    full = list[Other]()
+    for each in sorted(found.tight, key=lambda each: each.peak):
+        if (kind := family(each.layout)) not in seen:
+            seen.add(kind)
+            full.append(Other(each, does_not_fit(each, found.cluster.memory)))
+    half = max(1, most // 2)
+    return lost[: max(half, most - len(full))] + full[: max(half, most - len(lost))]
+
+
+def slower(each: Candidate, winner: Candidate) -> str:
+    """Why a layout is slower than the winner: the parts that grew most."""
+    mine, best = each.seconds.parts(), winner.seconds.parts()
+    grew = sorted(((mine.get(part, 0.0) - best.get(part, 0.0), part) for part in {*mine, *best}), reverse=True)
+    total = each.seconds.total - winner.seconds.total
+    parts = [f"{part} {duration(more)} more" for more, part in grew if more > 0.1 * abs(total)][:2]
+    return f"{each.seconds.total / winner.seconds.total:.2f} x: {', '.join(parts) or 'no part stands out'}"
+
+
+def does_not_fit(each: Candidate, room: float) -> str:
+    """Why a layout does not fit: the largest part of its memory."""
+    part = max((name for name in each.memory if name != PEAK), key=lambda name: each.memory[name])
+    return (
+        f"does not fit: {format_bytes(each.peak)} of {format_bytes(room)}; the most is {part},"
+        f" {format_bytes(each.memory[part])}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds in three digits, in ms below one."""
+    return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def turns(config: Config, found: Search, tie: Tie, known: Known) -> list[Turn]:
+    """What would have to be true for a layout outside of the tie class to win: links, memory, batch."""
+    inside = {each.layout for each in tie.members}
+    among = [each.layout for each in (*found.fitting, *found.tight)]
+    turned = list[Turn]()
+    for what, cluster in _clusters(found.cluster):
+        if any(each.what.startswith(what.partition(" x ")[0].rsplit(" ", 1)[0]) for each in turned):
+            continue  # a smaller factor has turned it already
+        winner = _winner(config, cluster, among, known)
+        if winner is not None and winner.layout not in inside:
+            turned.append(Turn(what, winner))
+    for factor in (2, 4):
+        larger = changed(config, {"data.global_batch": factor * config.data.global_batch})
+        winner = _winner(larger, found.cluster, among, known)
+        if winner is not None and winner.layout not in inside:
+            turned.append(Turn(f"a batch {factor} x as large ({larger.data.global_batch:,})", winner))
+            break
+    return turned
+
+
+def _winner(config: Config, cluster: Cluster, among: Iterable[Layout], known: Known) -> Candidate | None:
+    found = search(config, cluster, known, among=among)
+    return tie_of(found.fitting, cluster.spread).winner if found.fitting else None
+
+
+def _clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """(in words, a cluster that differs in one thing), small changes first."""
+    if cluster.hosts > 1:
+        far = cluster.between
+        for factor in FACTORS:
+            yield (
+                f"a link between hosts {factor} x as fast ({8e-9 * factor * far.bytes_per_s:.4g} Gbit/s)",
+                cluster._replace(between=far._replace(bytes_per_s=factor * far.bytes_per_s)),
+            )
+        for factor in FACTORS:
+            yield (
+                f"a link between hosts slower {factor} x ({8e-9 * far.bytes_per_s / factor:.4g} Gbit/s)",
+                cluster._replace(between=far._replace(bytes_per_s=far.bytes_per_s / factor)),
+            )
+    if cluster.per_host > 1:
+        near = cluster.inside
+        for factor in FACTORS:
+            yield (
+                f"links inside a host slower {factor} x ({near.bytes_per_s / factor / 1e9:.4g} GB/s)",
+                cluster._replace(inside=near._replace(bytes_per_s=near.bytes_per_s / factor)),
+            )
+    yield f"memory 2 x as large ({format_bytes(2 * cluster.memory)} usable)", cluster._replace(memory=2 * cluster.memory)

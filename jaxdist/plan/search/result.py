@@ -1,0 +1,197 @@
+"""The plan of a configuration: the choice, its reasons, and what is written of it."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdist.config.load import to_yaml
+from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
+from jaxdist.files.regular import replace_file
+from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.search.choose import Candidate, Search, Tie, predicted, search, tie_of
+from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.confirm import COMPILED, TRACED, confirm
+from jaxdist.plan.search.reasons import Other, Turn, does_not_fit, others, slower, turns
+from jaxdist.plan.search.space import Layout, checked
+
+
+class Plan(NamedTuple):
+    """A plan.
+
+    search: all candidates. tie: those that nothing tells apart, the choice first.
+    others: the nearest that lost. turns: what would have to be true for others to win.
+    notes: what was compared and what could not be. basis: where the rates are from.
+    asked: the layout of `--explain`, with why it is, or is not, the choice.
+    """
+
+    config: Config
+    search: Search
+    tie: Tie
+    others: list[Other]
+    turns: list[Turn]
+    notes: list[str]
+    basis: str
+    asked: Other | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """What the plan is for."""
+        return self.search.cluster
+
+    @property
+    def winner(self) -> Candidate:
+        """The choice."""
+        return self.tie.winner
+
+
+def make_plan(
+    config: Config,
+    cluster: Cluster,
+    *,
+    basis: str,
+    traced: int = TRACED,
+    compiled: int = COMPILED,
+    asked: Layout | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Plan a configuration for a cluster.
+
+    traced, compiled: how many of the best candidates are traced, and compiled.
+    asked: a layout that is argued beside the choice.
+
+    Raises `UserError` if no layout is allowed, or none fits.
+    """
+    known = Known()
+    found = search(config, cluster, known, progress=progress)
+    if not found.fitting:
+        nearest = min(found.tight, key=lambda each: each.peak)
+        raise UserError(
+            f"plan: no layout of {cluster.devices} x {cluster.name} fits; the nearest, {nearest.layout.name()},"
+            f" {does_not_fit(nearest, cluster.memory)}; allowed: more devices, a smaller data.global_batch or"
+            " data.seq_len, memory.offload.optimizer=true, or another optimizer"
+        )
+    tie, notes = tie_of(found.fitting, cluster.spread), list[str]()
+    if traced or compiled:
+        confirmed = confirm(
+            [*tie.members, *(each for each in found.fitting if each not in tie.members)],
+            cluster,
+            traced=traced,
+            compiled=compiled,
+            progress=progress,
+        )
+        notes += confirmed.notes
+        by_time = sorted(confirmed.candidates, key=lambda each: each.seconds.total)
+        found = found._replace(fitting=by_time)
+        tie = tie_of(by_time, cluster.spread)
+    progress("what would have to be true for another layout to win")
+    argued = None if asked is None else argue(config, asked, cluster, tie, known)
+    return Plan(config, found, tie, others(found, tie), turns(config, found, tie, known), notes, basis, argued)
+
+
+def argue(config: Config, layout: Layout, cluster: Cluster, tie: Tie, known: Known) -> Other:
+    """A layout beside the choice. Raises the `UserError` of one that is not allowed."""
+    found = checked(config, layout)
+    if isinstance(found, str):
+        raise UserError(found)
+    candidate = predicted(layout, found, cluster, known)
+    if candidate is None:
+        raise UserError(f"--explain: {layout.name()} needs more than twice the memory of {cluster.name}")
+    if candidate.peak > cluster.memory:
+        return Other(candidate, does_not_fit(candidate, cluster.memory))
+    if candidate.layout == tie.winner.layout:
+        return Other(candidate, "it is the choice")
+    if candidate.seconds.total <= (1 + cluster.spread) * tie.fastest:
+        return Other(candidate, f"as fast as the choice, within {cluster.spread:.0%}; the choice is simpler")
+    return Other(candidate, slower(candidate, tie.winner))
+
+
+def candidate_to_json(each: Candidate) -> dict[str, Any]:
+    """{"layout", "overrides", "seconds", "parts", "memory", "memory_is", "sent_bytes"}."""
+    return {
+        "layout": each.layout.name(),
+        "overrides": each.layout.arguments(),
+        "seconds": each.seconds.total,
+        "parts": each.seconds.parts(),
+        "memory": each.memory,
+        "peak_bytes": each.memory[PEAK],
+        "memory_is": each.how,
+        "sent_bytes": each.sent,
+    }
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan for programs: choice, ties, others with reasons, turns, what was refused and why."""
+    cluster = plan.cluster._asdict()
+    cluster |= {"inside": plan.cluster.inside._asdict(), "between": plan.cluster.between._asdict()}
+    cluster |= {"hidden": dict(plan.cluster.hidden)}
+    return {
+        "choice": candidate_to_json(plan.winner),
+        "ties": [candidate_to_json(each) for each in plan.tie.members],
+        "others": [{**candidate_to_json(each.candidate), "why": each.why} for each in plan.others],
+        "turns": [{"what": each.what, **candidate_to_json(each.winner)} for each in plan.turns],
+        "refused": dict(plan.search.refused),
+        "considered": plan.search.considered,
+        "search_s": plan.search.took,
+        "cluster": cluster,
+        "basis": plan.basis,
+        "notes": plan.notes,
+        "asked": None if plan.asked is None else {**candidate_to_json(plan.asked.candidate), "why": plan.asked.why},
+    }
+
+
+def write_plan(plan: Plan, folder: Path) -> list[Path]:
+    """Write plan.json, plan.yaml, which trains, and plan.svg to a folder. Returns the paths."""
+    from jaxdist.plan.report.draw_plan import draw_plan  # matplotlib, which only pictures need
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in ("plan.json", "plan.yaml", "plan.svg")]
+    replace_file(paths[0], (json.dumps(plan_to_json(plan), indent=1) + "\n").encode())
+    replace_file(paths[1], launchable(plan).encode())
+    draw_plan(plan.tie.members, plan.others, paths[2])
+    return paths
+
+
+def launchable(plan: Plan) -> str:
+    """The configuration of the choice as YAML, with what was predicted in its first line."""
+    best = plan.winner
+    head = f"# {best.layout.name()}: {best.seconds.total:.4g} s a step predicted for {plan.cluster.devices} x {plan.cluster.name}"
+    return f"{head}\n{to_yaml(best.config)}"
+
+
+def launch_command(plan: Plan, path: str) -> str:
+    """The command that trains with a plan's YAML."""
+    if plan.cluster.hosts == 1:
+        return f"jaxdist train {path}"
+    return (
+        f"jaxdist launch --nnodes {plan.cluster.hosts} --node-rank R --coordinator HOST:PORT --"
+        f" jaxdist train {path}"
+    )
+
+
+def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:
+    """The layout that `--explain` names by overrides: ["mesh.fsdp=8", "parallel.strategy=zero3"]; axes that are not
+    named are 1, and other keys as they are configured. Raises `UserError` for what is no override of a layout."""
+    import yaml
+
+    values: dict[str, Any] = {f"mesh.{axis}": 1 for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
+    parallel, memory = config.parallel, config.memory
+    values |= {"parallel.strategy": parallel.strategy, "parallel.schedule": parallel.schedule}
+    values |= {"parallel.microbatches": parallel.microbatches, "memory.remat": memory.remat}
+    for each in text:
+        key, equals, value = each.partition("=")
+        if not equals or not key.startswith(("mesh.", "parallel.", "memory.", "precision.")):
+            raise UserError(
+                f"--explain: {each!r} is no key of a layout; allowed: mesh.fsdp=8, parallel.strategy=zero3,"
+                " memory.remat=full, ..."
+            )
+        loaded = yaml.safe_load(value)
+        values[key] = tuple(loaded) if isinstance(loaded, list) else loaded
+    size = 1
+    for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor"):
+        size *= values[f"mesh.{axis}"]
+    if size != devices:
+        raise UserError(f"--explain: the mesh has {size} devices, and the plan is for {devices}; change the sizes")
+    return Layout(tuple(values.items()))
