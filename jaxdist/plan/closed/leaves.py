@@ -58,7 +58,7 @@ class Known:
         def make() -> Any:
             return make_model(config, precision_of(config.precision), stages=config.mesh.pipe, training=True)
 
-        return self.get(("model", *_of_the_model(config)), make)
+        return self.get(("model", *of_the_model(config)), make)
 
     def leaves(self, config: Config) -> tuple[Leaf, ...]:
         """The parameters of a configuration, in the order of its tree. The model must have blocks (`ModelDef`)."""
@@ -71,17 +71,26 @@ class Known:
                 for name, spec, leaf in named_leaves(specs, model.shapes)
             )
 
-        placing = (config.parallel.strategy, config.parallel.min_shard_bytes, mesh_sizes(config))
-        return self.get(("leaves", *_of_the_model(config), *placing), make)
+        return self.get(("leaves", *of_the_model(config), *of_placing(config)), make)
 
 
-def _of_the_model(config: Config) -> tuple[Any, ...]:
-    """What `make_model` reads of a configuration that may differ between candidates of a search."""
+def of_layers(config: Config) -> tuple[Any, ...]:
+    """What `make_model` reads of a configuration, but for the stages that blocks are arranged for."""
     mesh, parallel = config.mesh, config.parallel
     form = () if mesh.context == 1 else (parallel.context, mesh.context, mesh.tensor)
     split = (parallel.sequence_parallel, parallel.collective_matmul)
-    arranged = (mesh.pipe, parallel.chunks, parallel.stages)
-    return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split, *arranged, form)
+    return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split, form)
+
+
+def of_the_model(config: Config) -> tuple[Any, ...]:
+    """What `make_model` reads of a configuration that may differ between candidates of a search."""
+    return (*of_layers(config), config.mesh.pipe, config.parallel.chunks, config.parallel.stages)
+
+
+def of_placing(config: Config) -> tuple[Any, ...]:
+    """What says, beside the model, where its parameters are."""
+    parallel = config.parallel
+    return (parallel.strategy, parallel.min_shard_bytes, parallel.grad_sync.wire_dtype, mesh_sizes(config))
 
 
 def mesh_sizes(config: Config) -> tuple[int, ...]:

@@ -1,156 +1,114 @@
-"""The memory of a device in closed form: what it holds, and the most at any time of a step, without tracing the step."""
+"""The memory of a device in closed form: what it holds, and the most at any time of a step, without tracing the step.
 
-import dataclasses
+State and batch are exact (`jaxdist.plan.closed.at_rest`). Beside them a step goes through phases, each with arrays of
+its own; the peak is that of the phase with most. Work space of blocks, embedding and head, and what is kept for the
+backward pass, come from traces of these units alone (`jaxdist.plan.closed.units`).
+
+What has no closed form is traced whole: a loss without blocks, distillation, and replicas that train by themselves.
+"""
+
 import math
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-
-from jaxdist.build import optimizer_of, step_options
+from jaxdist.config.entries import ModelFacts, ScheduleFacts
 from jaxdist.config.schema import Config
-from jaxdist.errors import UserError
-from jaxdist.init import on_host, residual_target, state_target
-from jaxdist.mesh import abstract_mesh
-from jaxdist.model import ModelDef
-from jaxdist.optim import leave_out
-from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.parallel.pipeline.table import allocate_slots, table_of
-from jaxdist.plan.closed.leaves import Known, _of_the_model, mesh_sizes, planned_mesh
-from jaxdist.plan.closed.units import UnitMemory, units_of
+from jaxdist.plan.closed.at_rest import AtRest, at_rest
+from jaxdist.plan.closed.leaves import Known, mesh_sizes, planned_mesh
+from jaxdist.plan.closed.units import units_of
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
-from jaxdist.plan.traced.liveness import peak_bytes
-from jaxdist.precision.policy import accumulation_dtype
-from jaxdist.specs import STACKED, PyTree, bytes_per_device, dim_of, leaves_by_name, map_specs, shard_of, without_idle
-from jaxdist.state import TrainState, shardings_of, updated
+from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, IN_HOST_MEMORY, explain
+from jaxdist.specs import STACKED
 
 PEAK = "peak"
-
-
-class Rest(NamedTuple):
-    """Bytes that depend on the layout, the optimizer and the strategy alone."""
-
-    state: dict[str, int]
-    total: int
-    grads: dict[str, int]
-    shards: int
-    copies: int
-    update: int
-    unit: dict[str, int]
-
-
-def rest_of(config: Config, known: Known) -> Rest:
-    parallel, sync = config.parallel, config.parallel.grad_sync
-    key = (*_of_the_model(config), mesh_sizes(config), parallel.strategy, parallel.min_shard_bytes, config.optimizer)
-    key = ("rest", *key, sync, config.memory.offload.optimizer, config.train.ema)
-    return known.get(key, lambda: _rest(config, known))
-
-
-def _rest(config: Config, known: Known) -> Rest:
-    from jaxdist.plan.explain import memory_at_rest
-
-    mesh, model = planned_mesh(config), known.model(config)
-    options = step_options(config, mesh)
-    order = order_of_blocks(model.layers, stages=config.mesh.pipe, chunks=config.parallel.chunks, blocks=config.parallel.stages)
-    optimizer = optimizer_of(config, order.tolist())
-    target = state_target(model, optimizer, mesh, options)
-    state = memory_at_rest(target)
-    whole_grads, gathers = _habits(options.strategy)
-    trained = leaves_by_name(leave_out(model.shapes, config.optimizer.frozen))
-    wide = accumulation_dtype(options.precision.reduce)
-    grads, unit, shards, copies = dict.fromkeys(("embed", "blocks", "head"), 0), dict.fromkeys(("embed", "blocks", "head"), 0), 0, 0
-    for leaf in known.leaves(config):
-        over_pipe = mesh.shape["pipe"] if leaf.unit != STACKED and dim_of(leaf.spec, "pipe") is not None else 1
-        shard = shard_of(leaf.spec)
-        parts = 1 if shard is None else shard.parts(mesh)
-        size = leaf.elements * over_pipe
-        item = max(4, jnp.dtype(wide).itemsize)
-        if leaf.name in trained:
-            grads[leaf.unit] += size * item * (parts if whole_grads else 1)
-            shards += leaf.nbytes
-        if over_pipe * (parts if gathers else 1) > 1:
-            copies += size * (parts if gathers else 1) * jnp.dtype(options.precision.received).itemsize
-        unit[leaf.unit] += size * (parts - 1 if parts > 1 and not gathers else 0)* jnp.dtype(options.precision.received).itemsize
-    return Rest(state, resident_bytes(target), grads, shards, copies, _update(optimizer, target, mesh), unit)
-
-
-def _update(optimizer: Any, target: TrainState, mesh: Any) -> int:
-    def run(grads: PyTree, state: TrainState) -> Any:
-        return updated(optimizer, grads, state, taken=jnp.bool_(True), branch=True, shardings=shardings_of(target.params))
-
-    jaxpr = jax.make_jaxpr(run)(target.params, target)
-    leaves = jax.tree.leaves((target.params, target))
-    return peak_bytes(jaxpr, [bytes_per_device(x, x.sharding.spec, mesh) for x in leaves])
-
-
-def _habits(strategy: Any) -> tuple[bool, bool]:
-    """(whether gradients are whole until the end of a step, whether parameters are gathered once a step)."""
-    mesh, found = abstract_mesh(fsdp=2), {}
-    made = get_strategy(StepOptions(strategy=strategy))
-    whole = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    specs = {"w": P("fsdp")}
-
-    def region(params: PyTree) -> jax.Array:
-        diff, captured = made.begin(params, specs, None)
-        found["whole"] = all(leaf.shape == (4, 4) for leaf in jax.tree.leaves(diff))
-        found["gathers"] = any(leaf.shape == (4, 4) for leaf in jax.tree.leaves(captured))
-        return jnp.zeros(())
-
-    jax.eval_shape(jax.shard_map(region, mesh=mesh, in_specs=(specs,), out_specs=P()), {"w": whole})
-    return found["whole"], found["gathers"]
+ON_HOST = (IN_HOST_MEMORY,)  # parts that are in no device's memory
+COPIES, GRADIENTS, ACTIVATIONS = "gathered copies, the whole step", "gradients", "activations, kept for backward"
+BETWEEN, BLOCK, HEAD = "buffers between stages", "work space of one block", "work space of the head, with logits"
+EMBED, UPDATE = "work space of the embedding", "work space of the optimizer"
+Phase = dict[str, float]
 
 
 def memory_of(config: Config, known: Known) -> dict[str, int]:
-    """Bytes."""
-    rest, units = rest_of(config, known), units_of(config, known)
-    mesh, parallel = config.mesh, config.parallel
+    """{part: bytes of one device} at the time of a step when it holds most, and their sum, `PEAK`.
+
+    Parts in host memory (`ON_HOST`) are not in the sum.
+    """
+    if ModelFacts.of(config.model.name).user_loss or config.distill.on or config.parallel.local.on:
+        return _traced(config)
+    mesh, parallel, rest = config.mesh, config.parallel, at_rest(config, known)
     key = ("batch", mesh_sizes(config), config.data.global_batch, config.data.seq_len)
     batch = known.get(key, lambda: resident_bytes(batch_of(config, planned_mesh(config))))
-    rows = config.data.global_batch // (mesh.data * mesh.fsdp * mesh.expert * parallel.microbatches)
-    sizes = {name: line(rows) for name, line in units._asdict().items()}
-    if mesh.pipe > 1:
-        phases = _piped(config, known, sizes, rest)
-    else:
-        phases = _in_one(config, sizes, rest)
-    phases["update"] = rest.shards + rest.update
-    temporary = max(phases.values())
-    found = dict(rest.state) | {"batch": batch} | {f"phase {k}": round(v) for k, v in phases.items()}
-    found["temporary"] = round(temporary)
-    found[PEAK] = round(rest.total + batch + temporary)
-    return found
+    parts = parallel.microbatches
+    if parallel.grad_sync.deterministic:
+        parts = parallel.grad_sync.virtual_shards // (mesh.data * mesh.fsdp * mesh.expert)
+    rows = config.data.global_batch / (mesh.data * mesh.fsdp * mesh.expert * parts)
+    sizes = {name: line(rows) for name, line in units_of(config, known)._asdict().items()}
+    phases = _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
+    fetched = rest.state.get(IN_HOST_MEMORY, 0)
+    phases.append({GRADIENTS: sum(rest.gradients.values()) + rest.shards, COPIES: rest.copies})
+    phases.append({GRADIENTS: rest.shards, UPDATE: rest.update + fetched})
+    most = max(phases, key=lambda phase: sum(phase.values()))
+    found = rest.state | {"batch": batch} | {part: round(size) for part, size in most.items()}
+    return found | {PEAK: sum(size for part, size in found.items() if part not in ON_HOST)}
 
 
-def _in_one(config: Config, sizes: dict[str, float], rest: Rest) -> dict[str, float]:
-    grads = sum(rest.grads.values())
-    base = rest.copies + (grads if config.parallel.microbatches > 1 else 0)
+def _traced(config: Config) -> dict[str, int]:
+    """`memory_of` from a trace of the whole step: seconds."""
+    memory = explain(config).memory
+    rest = memory[ESTIMATED_PEAK] - memory[ESTIMATED_TEMPORARY]
     return {
-        "forward": base + sizes["kept"] + sizes["forward"],
-        "head": base + sizes["kept"] + sizes["h"] * 2 + sizes["head"] + rest.grads["head"] + rest.grads["embed"],
-        "backward": base + sizes["kept"] + grads + sizes["h"] + sizes["backward"],
-        "reduce": rest.copies + grads + rest.shards,
+        "parameters": memory["parameters"],
+        "optimizer state": memory["optimizer state"],
+        "the rest of state and batch": rest - memory["parameters"] - memory["optimizer state"],
+        ESTIMATED_TEMPORARY: memory[ESTIMATED_TEMPORARY],
+        PEAK: memory[ESTIMATED_PEAK],
     }
 
 
-def _piped(config: Config, known: Known, sizes: dict[str, float], rest: Rest) -> dict[str, float]:
+def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest, parts: int) -> list[Phase]:
+    """The phases of a microbatch in one stage. parts: the number of microbatches."""
+    grads, kept, h = sum(rest.gradients.values()), sizes["kept"], sizes["h"]
+    sums = 0.0  # of the microbatches before
+    if parts > 1:
+        pairs = config.parallel.schedule == "pairwise" or config.parallel.grad_sync.deterministic
+        sums = grads * (math.log2(parts) if pairs else 1)
+    head = rest.gradients["head"] + rest.gradients["embed"]
+    if config.memory.remat == "offload":
+        kept = max(0.0, kept - h * known.model(config).layers)
+    base = {COPIES: rest.copies, ACTIVATIONS: kept}
+    return [
+        base | {GRADIENTS: sums, BLOCK: sizes["forward"]},
+        base | {GRADIENTS: sums + head, HEAD: sizes["head"] + 2 * h},
+        base | {GRADIENTS: sums + grads, BLOCK: sizes["backward"] + h},
+    ]
+
+
+def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) -> list[Phase]:
+    """The phases of a tick of a pipeline."""
     parallel, stages = config.parallel, config.mesh.pipe
 
     def slots() -> tuple[int, int, int]:
-        found = allocate_slots(table_of(parallel.schedule)(stages, parallel.microbatches, parallel.chunks))
+        table = table_of(parallel.schedule)
+        assert table is not None, f"{parallel.schedule} runs stages"
+        found = allocate_slots(table(stages, parallel.microbatches, parallel.chunks))
         return found.residuals.size, found.cotangents.size, found.residuals.size if found.late_loss else 1
 
-    kept, crossing, late = known.get(("slots", parallel.schedule, stages, parallel.microbatches, parallel.chunks), slots)
-    grads = sum(rest.grads.values())
-    held = sizes["kept"] * kept + sizes["crossing"] * crossing + sizes["h"] * (late + 2)
-    base = rest.copies + grads + held
-    one = rest.grads[STACKED] / parallel.chunks
-    return {
-        "forward": base + sizes["kept"] + sizes["forward"] + sizes["h"],
-        "head": base + sizes["h"] + sizes["head"] + rest.grads["head"] + rest.grads["embed"],
-        "backward": base + sizes["kept"] + sizes["backward"] + (sizes["crossing"] or one) + sizes["h"],
-        "weights": base + sizes["kept"] + sizes["crossing"] + sizes["weights"] + (one if sizes["crossing"] else 0),
-        "embed": base + sizes["embed"] + rest.grads["embed"],
-        "reduce": rest.copies + grads + rest.shards,
+    key = ("slots", parallel.schedule, stages, parallel.microbatches, parallel.chunks)
+    residuals, cotangents, late = known.get(key, slots)
+    h, kept, crossing = sizes["h"], sizes["kept"], sizes["crossing"]
+    grads = sum(rest.gradients.values())
+    chunk = rest.gradients[STACKED] / parallel.chunks
+    sliced = rest.used[STACKED] / parallel.chunks if parallel.chunks > 1 else 0  # the parameters of a chunk
+    base = {
+        COPIES: rest.copies,
+        ACTIVATIONS: kept * residuals + crossing * cotangents + h * late,
+        BETWEEN: 2 * h,
+        GRADIENTS: grads,
     }
+    units = rest.gradients["head"] + rest.gradients["embed"]
+    return [
+        base | {BLOCK: kept + h + sliced + sizes["forward"]},
+        base | {HEAD: h + sizes["head"], GRADIENTS: grads + units},
+        base | {BLOCK: kept + h + sliced + sizes["backward"] + crossing, GRADIENTS: grads + (0 if crossing else chunk)},
+        base | {BLOCK: kept + crossing + sizes["weights"], GRADIENTS: grads + chunk} if crossing else {},
+        base | {EMBED: sizes["embed"], GRADIENTS: grads + rest.gradients["embed"]},
+    ]
