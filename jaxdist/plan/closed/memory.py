@@ -8,8 +8,10 @@ What has no closed form is traced whole: a loss without blocks, distillation, an
 """
 
 import math
+from typing import NamedTuple
 
-from jaxdist.config.entries import ModelFacts, ScheduleFacts
+from jaxdist.build import prefetches_on
+from jaxdist.config.entries import ModelFacts
 from jaxdist.config.schema import Config
 from jaxdist.parallel.pipeline.table import allocate_slots, table_of
 from jaxdist.plan.closed.at_rest import AtRest, at_rest
@@ -17,7 +19,7 @@ from jaxdist.plan.closed.leaves import Known, mesh_sizes, planned_mesh
 from jaxdist.plan.closed.units import units_of
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
 from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, IN_HOST_MEMORY, explain
-from jaxdist.specs import STACKED
+from jaxdist.specs import STACKED, format_bytes
 
 PEAK = "peak"
 ON_HOST = (IN_HOST_MEMORY,)  # parts that are in no device's memory
@@ -25,6 +27,11 @@ COPIES, GRADIENTS, ACTIVATIONS = "gathered copies, the whole step", "gradients",
 BETWEEN, BLOCK, HEAD = "buffers between stages", "work space of one block", "work space of the head, with logits"
 EMBED, UPDATE = "work space of the embedding", "work space of the optimizer"
 Phase = dict[str, float]
+
+# Compiled peak / closed form, of 50 random configurations in docs/measurements/closed_memory_cpu.json: tenth
+# percentile, median and ninetieth; and bounds beyond all of them, by which a search may leave layouts out.
+MEASURED = (0.95, 1.04, 1.20)
+BOUNDS = (0.8, 1.3)
 
 
 def memory_of(config: Config, known: Known) -> dict[str, int]:
@@ -72,14 +79,26 @@ def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest,
         pairs = config.parallel.schedule == "pairwise" or config.parallel.grad_sync.deterministic
         sums = grads * (math.log2(parts) if pairs else 1)
     head = rest.gradients["head"] + rest.gradients["embed"]
+    copies, layers = float(rest.copies), known.model(config).layers
     if config.memory.remat == "offload":
-        kept = max(0.0, kept - h * known.model(config).layers)
-    base = {COPIES: rest.copies, ACTIVATIONS: kept}
+        kept = max(0.0, kept - h * layers)
+    if _prefetches(config, known):  # two blocks stay gathered, and another one is under way
+        copies += 3 * rest.whole[STACKED] / layers
+    base = {COPIES: copies, ACTIVATIONS: kept}
     return [
         base | {GRADIENTS: sums, BLOCK: sizes["forward"]},
         base | {GRADIENTS: sums + head, HEAD: sizes["head"] + 2 * h},
         base | {GRADIENTS: sums + grads, BLOCK: sizes["backward"] + h},
     ]
+
+
+def _prefetches(config: Config, known: Known) -> bool:
+    """`prefetches_on`, which asks for installed plugins where the configuration leaves it open."""
+    parallel = config.parallel
+    if parallel.prefetch is not None:
+        return bool(parallel.prefetch)
+    key = ("prefetches", config.mesh.fsdp * config.mesh.context > 1, parallel, config.memory.remat, config.model)
+    return known.get(key, lambda: prefetches_on(config, planned_mesh(config)))  # type: ignore[no-any-return]
 
 
 def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) -> list[Phase]:
@@ -104,11 +123,36 @@ def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) 
         BETWEEN: 2 * h,
         GRADIENTS: grads,
     }
+    own = 0 if crossing else chunk  # gradients of blocks that B makes
     units = rest.gradients["head"] + rest.gradients["embed"]
     return [
         base | {BLOCK: kept + h + sliced + sizes["forward"]},
         base | {HEAD: h + sizes["head"], GRADIENTS: grads + units},
-        base | {BLOCK: kept + h + sliced + sizes["backward"] + crossing, GRADIENTS: grads + (0 if crossing else chunk)},
-        base | {BLOCK: kept + crossing + sizes["weights"], GRADIENTS: grads + chunk} if crossing else {},
+        base | {BLOCK: sizes["read"] + h + sliced + sizes["backward"] + crossing, GRADIENTS: grads + own},
+        base | {BLOCK: sizes["read_weights"] + crossing + sizes["weights"], GRADIENTS: grads + chunk},
         base | {EMBED: sizes["embed"], GRADIENTS: grads + rest.gradients["embed"]},
     ]
+
+
+class Verdict(NamedTuple):
+    """Whether a step fits into a device's memory. fits: None where only compiling it tells. why: in words."""
+
+    fits: bool | None
+    why: str
+
+
+def fits(config: Config, known: Known, memory_bytes: float) -> Verdict:
+    """Whether a configuration fits into a device's memory, as far as `memory_of` and its margin (`BOUNDS`) can tell.
+
+    What it says not to fit may be left out of a search; what it calls too near to say is to be compiled.
+    """
+    found = memory_of(config, known)
+    least, most = (share * found[PEAK] for share in BOUNDS)
+    part = max((name for name in found if name not in (PEAK, *ON_HOST)), key=found.__getitem__)
+    told = (
+        f"about {format_bytes(found[PEAK])} of {format_bytes(memory_bytes)} in closed form, most of it {part}:"
+        f" {format_bytes(found[part])}"
+    )
+    if least > memory_bytes:
+        return Verdict(False, f"does not fit: {told}")
+    return Verdict(True, f"fits: {told}") if most <= memory_bytes else Verdict(None, f"too near to say: {told}")

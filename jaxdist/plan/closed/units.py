@@ -18,6 +18,8 @@ from jaxdist.build import attention_of, make_model, step_options
 from jaxdist.collectives import to_varying
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.schema import Config
+from jaxdist.jaxpr.evaluate import without_dead_code
+from jaxdist.jaxpr.walk import equations
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh, batch_shards
 from jaxdist.parallel.blocks.branch import pack
 from jaxdist.parallel.compose import get_strategy
@@ -49,13 +51,16 @@ class UnitMemory(NamedTuple):
 
     h: the array between blocks.
     kept: what the forward pass of the blocks of a stage, or of a chunk, keeps; in one stage that of the embedding too.
-    crossing: what B leaves for W (`zero_bubble`).
+    read: of `kept`, what a backward pass reads; read_weights: what W reads (`zero_bubble`).
+    crossing: what B leaves for W.
     forward, backward, weights: work space of these passes; in one stage those of the embedding too.
     embed, head: work space of both passes; embed: of a pipeline.
     """
 
     h: Line
     kept: Line
+    read: Line
+    read_weights: Line
     crossing: Line
     forward: Line
     backward: Line
@@ -152,42 +157,61 @@ class _Traced:
             return seeded_loss(loss, 1.0), weight
 
         h, read = jax.eval_shape(embed, diff["embed"]), {name: diff[name] for name in stages.head_units}
-        found = {"h": _size(h), "head": _needs(jax.grad(head, argnums=(0, 1), has_aux=True), read, h)[0]}
+        found = {"h": _size(h), "head": _needs(jax.grad(head, argnums=(0, 1), has_aux=True), read, h).work}
         if self.pipeline:
-            found["embed"] = _needs(lambda unit, dh: jax.vjp(embed, unit)[1](dh), diff["embed"], h)[0]
-            return found | self.stage(diff[STACKED], captured, batch, h)
+            pull = lambda unit, dh: jax.vjp(embed, unit)[1](dh)  # noqa: E731
+            return found | {"embed": _needs(pull, diff["embed"], h).work} | self.stage(diff[STACKED], captured, batch, h)
         hidden = self.program.hidden
-        both = lambda diff: jax.vjp(lambda each: hidden(each, captured, batch), diff)  # noqa: E731
-        found["forward"], (_, pull), found["kept"] = _needs(both, diff)
-        found["backward"] = _needs(lambda pull, dh: pull(dh), pull, h)[0]
-        return found
+        both = _needs(lambda diff: jax.vjp(lambda each: hidden(each, captured, batch), diff), diff)
+        back = _needs(lambda pull, dh: pull(dh), both.results[1], h)
+        return found | {"forward": both.work, "kept": both.made, "backward": back.work}
 
     def stage(self, blocks: PyTree, captured: PyTree, batch: PyTree, h: Any) -> dict[str, float]:
         """As `at`, of the blocks of a stage."""
         assert self.program.stages is not None
-        run, given = self.program.stages.blocks, self.program.stages.read_by_blocks(batch)
+        run: Any = self.program.stages.blocks
+        given = self.program.stages.read_by_blocks(batch)
         rows = lambda diff: blocks_of_chunk(diff, captured[STACKED], 0, chunks=1, counts=())  # noqa: E731
-        found = dict[str, float]()
-        found["forward"], (_, saved), _ = _needs(lambda diff, h: run.forward(rows(diff), h, given), blocks, h)
-        found["kept"] = sum(map(_size, jax.eval_shape(pack, saved)))
+        forward = _needs(lambda diff, h: run.forward(rows(diff), h, given), blocks, h)
+        saved = forward.results[1]
+        kept = sum(map(_size, jax.eval_shape(pack, saved)))
+        found = {"forward": forward.work, "kept": kept}
+        # What is kept is among the arguments of a backward pass, behind the parameters.
+        places = slice(first := len(jax.tree.leaves(blocks)), first + len(jax.tree.leaves(saved)))
         if not self.split:
-            back = lambda diff, saved, dh: run.backward(rows(diff), saved, dh)  # noqa: E731
-            return found | {"backward": _needs(back, blocks, saved, h)[0]}
-        scanned: Any = run
-        first = lambda diff, saved, dh: scanned.backward_input(rows(diff), saved, dh)  # noqa: E731
-        found["backward"], (crossing, _), _ = _needs(first, blocks, saved, h)
-        second = lambda diff, saved, across, dh: scanned.backward_weights(rows(diff), saved, across, dh)  # noqa: E731
-        found["weights"] = _needs(second, blocks, saved, crossing, h)[0]
-        return found | {"crossing": sum(map(_size, jax.tree.leaves(crossing)))}
+            back = _needs(lambda diff, saved, dh: run.backward(rows(diff), saved, dh), blocks, saved, h)
+            return found | {"backward": back.work, "read": sum(back.read[places])}
+        back = _needs(lambda diff, saved, dh: run.backward_input(rows(diff), saved, dh), blocks, saved, h)
+        crossing = back.results[0]
+        late = lambda diff, saved, across, dh: run.backward_weights(rows(diff), saved, across, dh)  # noqa: E731
+        weights = _needs(late, blocks, saved, crossing, h)
+        found |= {"backward": back.work, "read": sum(back.read[places]), "read_weights": sum(weights.read[places])}
+        return found | {"weights": weights.work, "crossing": sum(map(_size, jax.tree.leaves(crossing)))}
 
 
-def _needs(function: Callable[..., Any], *arguments: PyTree) -> tuple[float, Any, float]:
-    """(the most bytes beside arguments and results, shapes of the results, bytes of those that are no arguments)."""
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    plain = jaxpr.jaxpr
-    given = {id(each) for each in (*plain.invars, *plain.constvars)}
-    made = {id(each): _size(each.aval) for each in plain.outvars if id(each) not in given}
-    return peak_bytes(jaxpr, [_size(each.aval) for each in plain.invars]), shapes, sum(made.values())
+class _Needs(NamedTuple):
+    """What a function needs.
+
+    work: the most bytes beside arguments and results. results: their shapes.
+    made: bytes of the results that are no arguments. read: of each argument, 0 for one that is not read.
+    """
+
+    work: float
+    results: Any
+    made: int
+    read: list[int]
+
+
+def _needs(function: Callable[..., Any], *arguments: PyTree) -> _Needs:
+    """What a function needs, by its trace."""
+    traced, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    alive = without_dead_code(traced)
+    given = [*alive.jaxpr.invars, *alive.jaxpr.constvars]
+    made = {id(each): _size(each.aval) for each in alive.jaxpr.outvars if each not in given}
+    reads = {id(each) for equation in equations(alive) for each in equation.invars}
+    sizes = [_size(each.aval) for each in alive.jaxpr.invars]
+    read = [size * (id(each) in reads) for size, each in zip(sizes, alive.jaxpr.invars, strict=True)]
+    return _Needs(peak_bytes(alive, sizes), results, sum(made.values()), read)
 
 
 def _size(leaf: Any) -> int:
