@@ -16,7 +16,7 @@ from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import order_of_blocks
-from jaxdist.plan.closed.leaves import Known, Leaf, of_the_model, of_placing, planned_mesh
+from jaxdist.plan.closed.leaves import Known, Leaf, of_placing, of_the_model, planned_mesh
 from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.traced.liveness import peak_bytes
 from jaxdist.precision.loss_scale import fresh_guard
@@ -74,7 +74,8 @@ def at_rest(config: Config, known: Known) -> AtRest:
     """See `AtRest`. The model must have blocks."""
     layout = (*of_the_model(config), *of_placing(config), config.parallel.grad_sync.deterministic)
     key = ("at rest", *layout, config.optimizer, config.train.ema, config.memory.offload.optimizer)
-    return known.get(key, lambda: _at_rest(config, known))  # type: ignore[no-any-return]
+    found: AtRest = known.get(key, lambda: _at_rest(config, known))
+    return found
 
 
 def _at_rest(config: Config, known: Known) -> AtRest:
@@ -113,7 +114,9 @@ def _at_rest(config: Config, known: Known) -> AtRest:
         sizes["whole"][leaf.unit] += elements * parts * received if parts > 1 and not gathers else 0
         sizes["used"][leaf.unit] += elements * (parts * received if once else item)
     own = [leaf.nbytes for leaf in leaves]
-    return AtRest(state, **sizes, shards=shards, copies=copies, update=peak_bytes(optimizer.update, [*own, *own, *held]))
+    return AtRest(
+        state, **sizes, shards=shards, copies=copies, update=peak_bytes(optimizer.update, [*own, *own, *held])
+    )
 
 
 def _kept_wide(config: Config, options: StepOptions, known: Known) -> set[str]:
@@ -172,7 +175,7 @@ def _optimizer(config: Config, known: Known) -> _Optimizer:
         plain, rules = optimizer_of(config, order.tolist()), rules_of(model)
         optimizer = only_trained(plain, config.optimizer.frozen, rules)
         # Each parameter gets a spec, by which the leaves that are sharded like it are found again.
-        tree = jax.tree.structure(model.shapes)
+        tree: Any = jax.tree.structure(model.shapes)
         specs = optimizer_specs(optimizer, model.shapes, tree.unflatten([P(str(i)) for i in range(tree.num_leaves)]))
         shapes = jax.tree.leaves(jax.eval_shape(optimizer.init, model.shapes))
         mirrors = [
@@ -188,4 +191,5 @@ def _optimizer(config: Config, known: Known) -> _Optimizer:
         return _Optimizer(mirrors, jax.make_jaxpr(run)(target.params, target.params, target.opt_state))
 
     optimizing = (config.optimizer, config.train.ema, config.train.steps, config.parallel.grad_sync.deterministic)
-    return known.get(("optimizer", *of_the_model(config), *optimizing), make)  # type: ignore[no-any-return]
+    found: _Optimizer = known.get(("optimizer", *of_the_model(config), *optimizing), make)
+    return found

@@ -98,7 +98,7 @@ def _prefetches(config: Config, known: Known) -> bool:
     if parallel.prefetch is not None:
         return bool(parallel.prefetch)
     key = ("prefetches", config.mesh.fsdp * config.mesh.context > 1, parallel, config.memory.remat, config.model)
-    return known.get(key, lambda: prefetches_on(config, planned_mesh(config)))  # type: ignore[no-any-return]
+    return bool(known.get(key, lambda: prefetches_on(config, planned_mesh(config))))
 
 
 def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) -> list[Phase]:

@@ -94,7 +94,8 @@ def units_of(config: Config, known: Known) -> UnitMemory:
 
         return UnitMemory(*map(line, UnitMemory._fields))
 
-    return known.get(key, make)  # type: ignore[no-any-return]
+    found: UnitMemory = known.get(key, make)
+    return found
 
 
 class _Traced:
@@ -119,7 +120,7 @@ class _Traced:
         blocks = stacked // (mesh.pipe * config.parallel.chunks)  # of a stage or chunk: with unequal ones, the largest
         alone = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))
         attention = attention_of(config, options.precision, self.mesh)[0]
-        model = make_model(alone, options.precision, stages=1, training=True, attention=attention)
+        model: Any = make_model(alone, options.precision, stages=1, training=True, attention=attention)
         cut = lambda leaf: jax.ShapeDtypeStruct((blocks, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
         self.shapes = {**model.shapes, STACKED: jax.tree.map(cut, model.shapes[STACKED])}
         self.strategy = get_strategy(self.options)
@@ -160,7 +161,9 @@ class _Traced:
         found = {"h": _size(h), "head": _needs(jax.grad(head, argnums=(0, 1), has_aux=True), read, h).work}
         if self.pipeline:
             pull = lambda unit, dh: jax.vjp(embed, unit)[1](dh)  # noqa: E731
-            return found | {"embed": _needs(pull, diff["embed"], h).work} | self.stage(diff[STACKED], captured, batch, h)
+            return (
+                found | {"embed": _needs(pull, diff["embed"], h).work} | self.stage(diff[STACKED], captured, batch, h)
+            )
         hidden = self.program.hidden
         both = _needs(lambda diff: jax.vjp(lambda each: hidden(each, captured, batch), diff), diff)
         back = _needs(lambda pull, dh: pull(dh), both.results[1], h)
