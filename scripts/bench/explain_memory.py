@@ -1,9 +1,11 @@
-"""The memory of a step as `explain` estimates it, beside what the compiler takes, for random configurations.
+"""The memory of a step as `explain` estimates it, and in closed form, beside what the compiler takes, for random
+configurations.
 
-    python scripts/bench/explain_memory.py [--count 50] [--seed 0] [--json OUT]
+    python scripts/bench/explain_memory.py [--count 50] [--seed 0] [--json OUT] [--again JSON]
 
 Small GPTs in fp32 on 8 simulated CPU devices: random meshes, strategies, pipelines, remat modes and optimizers. (In
-bf16 XLA:CPU keeps wide copies, which other devices do not.) A line for each: compiled peak / estimate, and what it is.
+bf16 XLA:CPU keeps wide copies, which other devices do not.) A line for each: compiled peak / estimate, compiled peak /
+closed form, and what it is. --again: closed forms anew for the configurations of such a file, compiled peaks from it.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,35 @@ def summary(ratios: list[float]) -> dict[str, Any]:
     return {"configurations": len(ratios), "within 5 %": near, **spread, "most": max(ratios)}
 
 
+def closed(found: dict[str, Any], known: Any) -> dict[str, Any]:
+    """`found`, with the closed form of its configuration. known: a `jaxdist.plan.closed.leaves.Known`."""
+    from jaxdist.config.load import load_config
+    from jaxdist.plan.closed.memory import PEAK, memory_of
+    from jaxdist.plan.explain import COMPILED_PEAK
+
+    config = load_config(QUICKSTART, found["overrides"].split(), planned=True)
+    memory = memory_of(config, known)
+    begun = time.process_time()
+    memory_of(config, known)
+    again = time.process_time() - begun
+    ratio = found["memory"][COMPILED_PEAK] / memory[PEAK]
+    return found | {"closed": memory, "closed_ratio": ratio, "closed_seconds": again}
+
+
+def configurations(count: int, seed: int, again: Path | None) -> Iterator[dict[str, Any]]:
+    """Random configurations with their estimates and compiled peaks, or those of a file."""
+    if again:
+        yield from json.loads(again.read_text())["configurations"]
+        return
+    rng, found = random.Random(seed), 0
+    while found < count:
+        try:
+            yield measured(drawn(rng))
+            found += 1
+        except UserError:  # such a one does not exist: draw again
+            continue
+
+
 @reports_mistakes
 def main() -> int:
     """Print a line for each configuration, and the summary."""
@@ -79,26 +111,30 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path)
     arguments = parser.parse_args()
     import jax
 
+    from jaxdist.plan.closed.leaves import Known
+
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    rng, found = random.Random(arguments.seed), list[dict[str, Any]]()
-    while len(found) < arguments.count:
-        overrides = drawn(rng)
-        try:
-            found.append(measured(overrides))
-        except UserError:  # such a one does not exist: draw again
-            continue
-        print(f"{found[-1]['ratio']:.3f} ({found[-1]['seconds']:.0f} s)  {' '.join(overrides)}", flush=True)
-    result = summary([each["ratio"] for each in found])
-    print(json.dumps(result))
+    found, known = list[dict[str, Any]](), Known()
+    for each in configurations(arguments.count, arguments.seed, arguments.again):
+        found.append(each := closed(each, known))
+        ratios = f"{each['ratio']:.3f} {each['closed_ratio']:.3f}"
+        print(f"{ratios} ({each['seconds']:.0f} s)  {each['overrides']}", flush=True)
+    sums = {"summary": summary([each["ratio"] for each in found])}
+    sums["summary, closed"] = summary([each["closed_ratio"] for each in found])
+    print(json.dumps(sums))
     if arguments.json:
         command = f"scripts/bench/explain_memory.py --count {arguments.count} --seed {arguments.seed}"
-        head: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d"), "summary": result}
+        head: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d")}
         head |= {"jax": jax.__version__, "jaxlib": version("jaxlib"), "python": platform.python_version()}
-        arguments.json.write_text(json.dumps(head | {"configurations": found}, indent=1) + "\n")
+        if arguments.again:
+            old = json.loads(arguments.again.read_text())
+            head |= {name: old[name] for name in head} | {"closed forms": time.strftime("%Y-%m-%d")}
+        arguments.json.write_text(json.dumps(head | sums | {"configurations": found}, indent=1) + "\n")
     return 0
 
 

@@ -71,18 +71,26 @@ class Known:
                 for name, spec, leaf in named_leaves(specs, model.shapes)
             )
 
-        whole = config.parallel.grad_sync.wire_dtype == "int8"  # over pipe: see `wrappers.shard_over_pipe`
-        placing = (config.parallel.strategy, config.parallel.min_shard_bytes, mesh_sizes(config), whole)
-        return self.get(("leaves", *model_key(config), *placing), make)
+        return self.get(("leaves", *model_key(config), *of_placing(config)), make)
+
+
+def of_layers(config: Config) -> tuple[Any, ...]:
+    """What `make_model` reads of a configuration, but for the stages that blocks are arranged for."""
+    mesh, parallel = config.mesh, config.parallel
+    form = () if mesh.context == 1 else (parallel.context, mesh.context, mesh.tensor)
+    split = (parallel.sequence_parallel, parallel.collective_matmul)
+    return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split, form)
 
 
 def model_key(config: Config) -> tuple[Any, ...]:
     """What `make_model` reads of a configuration that may differ between candidates of a search."""
-    mesh, parallel = config.mesh, config.parallel
-    form = () if mesh.context == 1 else (parallel.context, mesh.context, mesh.tensor)
-    split = (parallel.sequence_parallel, parallel.collective_matmul)
-    arranged = (mesh.pipe, parallel.chunks, parallel.stages)
-    return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split, *arranged, form)
+    return (*of_layers(config), config.mesh.pipe, config.parallel.chunks, config.parallel.stages)
+
+
+def of_placing(config: Config) -> tuple[Any, ...]:
+    """What says, beside the model, where its parameters are."""
+    parallel = config.parallel
+    return (parallel.strategy, parallel.min_shard_bytes, parallel.grad_sync.wire_dtype, mesh_sizes(config))
 
 
 def mesh_sizes(config: Config) -> tuple[int, ...]:

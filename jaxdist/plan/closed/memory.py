@@ -1,0 +1,158 @@
+"""The memory of a device in closed form: what it holds, and the most at any time of a step, without tracing the step.
+
+State and batch are exact (`jaxdist.plan.closed.at_rest`). Beside them a step goes through phases, each with arrays of
+its own; the peak is that of the phase with most. Work space of blocks, embedding and head, and what is kept for the
+backward pass, come from traces of these units alone (`jaxdist.plan.closed.units`).
+
+What has no closed form is traced whole: a loss without blocks, distillation, and replicas that train by themselves.
+"""
+
+import math
+from typing import NamedTuple
+
+from jaxdist.build import prefetches_on
+from jaxdist.config.entries import ModelFacts
+from jaxdist.config.schema import Config
+from jaxdist.parallel.pipeline.table import allocate_slots, table_of
+from jaxdist.plan.closed.at_rest import AtRest, at_rest
+from jaxdist.plan.closed.leaves import Known, mesh_sizes, planned_mesh
+from jaxdist.plan.closed.units import units_of
+from jaxdist.plan.compiled.memory import batch_of, resident_bytes
+from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, IN_HOST_MEMORY, explain
+from jaxdist.specs import STACKED, format_bytes
+
+PEAK = "peak"
+ON_HOST = (IN_HOST_MEMORY,)  # parts that are in no device's memory
+COPIES, GRADIENTS, ACTIVATIONS = "gathered copies, the whole step", "gradients", "activations, kept for backward"
+BETWEEN, BLOCK, HEAD = "buffers between stages", "work space of one block", "work space of the head, with logits"
+EMBED, UPDATE = "work space of the embedding", "work space of the optimizer"
+Phase = dict[str, float]
+
+# Compiled peak / closed form, of 50 random configurations in docs/measurements/closed_memory_cpu.json: tenth
+# percentile, median and ninetieth; and bounds beyond all of them, by which a search may leave layouts out.
+MEASURED = (0.95, 1.04, 1.20)
+BOUNDS = (0.8, 1.3)
+
+
+def memory_of(config: Config, known: Known) -> dict[str, int]:
+    """{part: bytes of one device} at the time of a step when it holds most, and their sum, `PEAK`.
+
+    Parts in host memory (`ON_HOST`) are not in the sum.
+    """
+    if ModelFacts.of(config.model.name).user_loss or config.distill.on or config.parallel.local.on:
+        return _traced(config)
+    mesh, parallel, rest = config.mesh, config.parallel, at_rest(config, known)
+    key = ("batch", mesh_sizes(config), config.data.global_batch, config.data.seq_len)
+    batch = known.get(key, lambda: resident_bytes(batch_of(config, planned_mesh(config))))
+    parts = parallel.microbatches
+    if parallel.grad_sync.deterministic:
+        parts = parallel.grad_sync.virtual_shards // (mesh.data * mesh.fsdp * mesh.expert)
+    rows = config.data.global_batch / (mesh.data * mesh.fsdp * mesh.expert * parts)
+    sizes = {name: line(rows) for name, line in units_of(config, known)._asdict().items()}
+    phases = _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
+    fetched = rest.state.get(IN_HOST_MEMORY, 0)
+    phases.append({GRADIENTS: sum(rest.gradients.values()) + rest.shards, COPIES: rest.copies})
+    phases.append({GRADIENTS: rest.shards, UPDATE: rest.update + fetched})
+    most = max(phases, key=lambda phase: sum(phase.values()))
+    found = rest.state | {"batch": batch} | {part: round(size) for part, size in most.items()}
+    return found | {PEAK: sum(size for part, size in found.items() if part not in ON_HOST)}
+
+
+def _traced(config: Config) -> dict[str, int]:
+    """`memory_of` from a trace of the whole step: seconds."""
+    memory = explain(config).memory
+    rest = memory[ESTIMATED_PEAK] - memory[ESTIMATED_TEMPORARY]
+    return {
+        "parameters": memory["parameters"],
+        "optimizer state": memory["optimizer state"],
+        "the rest of state and batch": rest - memory["parameters"] - memory["optimizer state"],
+        ESTIMATED_TEMPORARY: memory[ESTIMATED_TEMPORARY],
+        PEAK: memory[ESTIMATED_PEAK],
+    }
+
+
+def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest, parts: int) -> list[Phase]:
+    """The phases of a microbatch in one stage. parts: the number of microbatches."""
+    grads, kept, h = sum(rest.gradients.values()), sizes["kept"], sizes["h"]
+    sums = 0.0  # of the microbatches before
+    if parts > 1:
+        pairs = config.parallel.schedule == "pairwise" or config.parallel.grad_sync.deterministic
+        sums = grads * (math.log2(parts) if pairs else 1)
+    head = rest.gradients["head"] + rest.gradients["embed"]
+    copies, layers = float(rest.copies), known.model(config).layers
+    if config.memory.remat == "offload":
+        kept = max(0.0, kept - h * layers)
+    if _prefetches(config, known):  # two blocks stay gathered, and another one is under way
+        copies += 3 * rest.whole[STACKED] / layers
+    base = {COPIES: copies, ACTIVATIONS: kept}
+    return [
+        base | {GRADIENTS: sums, BLOCK: sizes["forward"]},
+        base | {GRADIENTS: sums + head, HEAD: sizes["head"] + 2 * h},
+        base | {GRADIENTS: sums + grads, BLOCK: sizes["backward"] + h},
+    ]
+
+
+def _prefetches(config: Config, known: Known) -> bool:
+    """`prefetches_on`, which asks for installed plugins where the configuration leaves it open."""
+    parallel = config.parallel
+    if parallel.prefetch is not None:
+        return bool(parallel.prefetch)
+    key = ("prefetches", config.mesh.fsdp * config.mesh.context > 1, parallel, config.memory.remat, config.model)
+    return bool(known.get(key, lambda: prefetches_on(config, planned_mesh(config))))
+
+
+def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) -> list[Phase]:
+    """The phases of a tick of a pipeline."""
+    parallel, stages = config.parallel, config.mesh.pipe
+
+    def slots() -> tuple[int, int, int]:
+        table = table_of(parallel.schedule)
+        assert table is not None, f"{parallel.schedule} runs stages"
+        found = allocate_slots(table(stages, parallel.microbatches, parallel.chunks))
+        return found.residuals.size, found.cotangents.size, found.residuals.size if found.late_loss else 1
+
+    key = ("slots", parallel.schedule, stages, parallel.microbatches, parallel.chunks)
+    residuals, cotangents, late = known.get(key, slots)
+    h, kept, crossing = sizes["h"], sizes["kept"], sizes["crossing"]
+    grads = sum(rest.gradients.values())
+    chunk = rest.gradients[STACKED] / parallel.chunks
+    sliced = rest.used[STACKED] / parallel.chunks if parallel.chunks > 1 else 0  # the parameters of a chunk
+    base = {
+        COPIES: rest.copies,
+        ACTIVATIONS: kept * residuals + crossing * cotangents + h * late,
+        BETWEEN: 2 * h,
+        GRADIENTS: grads,
+    }
+    own = 0 if crossing else chunk  # gradients of blocks that B makes
+    units = rest.gradients["head"] + rest.gradients["embed"]
+    return [
+        base | {BLOCK: kept + h + sliced + sizes["forward"]},
+        base | {HEAD: h + sizes["head"], GRADIENTS: grads + units},
+        base | {BLOCK: sizes["read"] + h + sliced + sizes["backward"] + crossing, GRADIENTS: grads + own},
+        base | {BLOCK: sizes["read_weights"] + crossing + sizes["weights"], GRADIENTS: grads + chunk},
+        base | {EMBED: sizes["embed"], GRADIENTS: grads + rest.gradients["embed"]},
+    ]
+
+
+class Verdict(NamedTuple):
+    """Whether a step fits into a device's memory. fits: None where only compiling it tells. why: in words."""
+
+    fits: bool | None
+    why: str
+
+
+def fits(config: Config, known: Known, memory_bytes: float) -> Verdict:
+    """Whether a configuration fits into a device's memory, as far as `memory_of` and its margin (`BOUNDS`) can tell.
+
+    What it says not to fit may be left out of a search; what it calls too near to say is to be compiled.
+    """
+    found = memory_of(config, known)
+    least, most = (share * found[PEAK] for share in BOUNDS)
+    part = max((name for name in found if name not in (PEAK, *ON_HOST)), key=found.__getitem__)
+    told = (
+        f"about {format_bytes(found[PEAK])} of {format_bytes(memory_bytes)} in closed form, most of it {part}:"
+        f" {format_bytes(found[part])}"
+    )
+    if least > memory_bytes:
+        return Verdict(False, f"does not fit: {told}")
+    return Verdict(True, f"fits: {told}") if most <= memory_bytes else Verdict(None, f"too near to say: {told}")
