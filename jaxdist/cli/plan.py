@@ -36,6 +36,11 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     _add_compiling(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.check is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        from jaxdist.cli.work.choose import run_check
+
+        return run_check(arguments, given=argv)
     path, overrides = take_config(parser, arguments)
     plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
     config = load_config(path, [*overrides, *plain], planned=True)
@@ -65,6 +70,7 @@ def _add_choice(parser: CommandParser) -> None:
         help="argue the layout with these keys; repeat it",
     )
     add("--out", type=Path, metavar="DIR", help="write plan.json, plan.yaml, which trains, and plan.svg")
+    add("--check", type=Path, metavar="RUN", help="what was predicted for a run, beside what it measured")
     add("--quick", action="store_true", help="closed forms alone: nothing is traced or compiled")
     add("--finalists", type=int, default=3, metavar="N", help="how many are compiled; default: 3")
 

@@ -70,6 +70,8 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     _check_documents(config)
     if not planned:
         check_packages(config.observe)
+        if config.observe.plan is not None:
+            _check_exists(config.observe.plan, "observe.plan", "a plan.json that jaxdist plan --out wrote, or null")
     _check_precision(config)
     _check_axes(config)
     remat = with_offload(config.memory.remat, activations=config.memory.offload.activations)

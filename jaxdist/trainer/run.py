@@ -25,8 +25,10 @@ from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.data import Ids, Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append, replace_file
+from jaxdist.files.user_path import user_path
 from jaxdist.mesh import make_mesh, sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
+from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.sinks import Sinks, make_sinks
 from jaxdist.plan.compiled.memory import held_bytes
 from jaxdist.precision.loss_scale import released
@@ -134,6 +136,8 @@ class Outputs:
             if config:
                 replace_file(self.folder / "config.yaml", config.encode())
             write_environment(self.folder / "env.json", described)
+            if observe.plan is not None and resume_step is None:  # one that goes on keeps the plan that it began with
+                replace_file(self.folder / PLAN_FILE, user_path(observe.plan, key="observe.plan").read_bytes())
             self.metrics = opened("metrics.jsonl")
             self.samples = opened("samples.jsonl") if observe.samples else None
         except OSError as error:

@@ -99,7 +99,9 @@ def _pure(test: Callable[[dict[str, Any], int], bool], found: Search, devices: i
         return _row(fits[0], best)
     tight = [each for each in found.tight if test(each.layout.values, devices)]
     nearest = min(tight, key=lambda each: each.peak, default=None)
-    why = "not allowed, or more than twice the memory" if nearest is None else does_not_fit(nearest, found.cluster.memory)
+    why = (
+        "not allowed, or more than twice the memory" if nearest is None else does_not_fit(nearest, found.cluster.memory)
+    )
     return {"refused": why}
 
 

@@ -1,32 +1,31 @@
-"""The work of `jaxdist plan` without --compile: choose a layout, and say why."""
+"""The work of `jaxdist plan` without --compile: choose a layout and say why; a run beside its prediction."""
 
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 
+from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
+from jaxdist.plan.calibration.file import read_calibration, stale
+from jaxdist.plan.calibration.measure import versions_now
 from jaxdist.plan.report.plan_text import search_text
-from jaxdist.plan.search.cluster import gpu_cluster
+from jaxdist.plan.search.check import check_run
+from jaxdist.plan.search.cluster import Cluster, calibrated_cluster, gpu_cluster
 from jaxdist.plan.search.result import Plan, launch_command, layout_named, make_plan, plan_to_json, write_plan
 from jaxdist.precision.policy import precision_of
+
+_OF_THE_TABLE = "the makers' figures times assumed shares (docs/planner.md); nothing was measured"
 
 
 def run_choose(config: Config, arguments: Namespace) -> int:
     """Print the plan, and write the files asked for. Raises `UserError`."""
-    hosts = arguments.hosts or 1
-    cluster = gpu_cluster(
-        arguments.gpu,
-        precision_of(config.precision),
-        hosts=hosts,
-        per_host=arguments.gpus_per_host,
-        link=arguments.link,
-        inside=arguments.inside,
-    )
+    cluster, basis = cluster_of(config, arguments)
     asked = layout_named(arguments.explain, config, cluster.devices) if arguments.explain else None
     plan = make_plan(
         config,
         cluster,
-        basis="the makers' figures times assumed shares (docs/planner.md); nothing was measured",
+        basis=basis,
         traced=0 if arguments.quick else max(10, arguments.finalists),
         compiled=0 if arguments.quick else arguments.finalists,
         asked=asked,
@@ -38,6 +37,35 @@ def run_choose(config: Config, arguments: Namespace) -> int:
     if arguments.out is not None:
         print("", *_written(plan, arguments), sep="\n")
     return 0
+
+
+def run_check(arguments: Namespace, *, given: Sequence[str]) -> int:
+    """Print a run's prediction beside its measurements. given: the command line; cluster options in it count."""
+    asked = {each.partition("=")[0] for each in given} & {"--gpu", "--calibration"}
+    config = load_config(arguments.check / "config.yaml", planned=True) if asked else None
+    cluster = None if config is None else cluster_of(config, arguments)[0]
+    print("\n".join(check_run(arguments.check, cluster)))
+    return 0
+
+
+def cluster_of(config: Config, arguments: Namespace) -> tuple[Cluster, str]:
+    """(the cluster of the arguments, where its rates are from). Raises `UserError`."""
+    if arguments.calibration is None:
+        precision, hosts = precision_of(config.precision), arguments.hosts or 1
+        cluster = gpu_cluster(
+            arguments.gpu,
+            precision,
+            hosts=hosts,
+            per_host=arguments.gpus_per_host,
+            link=arguments.link,
+            inside=arguments.inside,
+        )
+        return cluster, _OF_THE_TABLE
+    found = read_calibration(arguments.calibration)
+    basis = f"measured, {arguments.calibration}, {found.conditions.get('measured', {})}"
+    if differs := stale(found, config, versions_now()):
+        basis += f"; STALE: {'; '.join(differs)}: make it again with jaxdist calibrate"
+    return calibrated_cluster(found), basis
 
 
 def _written(plan: Plan, arguments: Namespace) -> list[str]:

@@ -36,4 +36,9 @@ class ObserveConfig:
     samples: bool = setting(False, "samples.jsonl: a hash of each sample, by step, as the devices got it; slows steps")
     tensorboard: bool = setting(False, "metrics for TensorBoard, in tensorboard/ of the run directory", how=True)
     wandb: WandbConfig = section(WandbConfig, "metrics for Weights & Biases", shorthand="project")
+    plan: str | None = setting(
+        None,
+        "a plan.json of jaxdist plan, kept in the run directory: the report shows its prediction beside the run",
+        how=True,
+    )
     profile: ProfileConfig = section(ProfileConfig, "a trace of a few steps")

@@ -12,6 +12,7 @@ from jaxdist.observe.report.sections.cost import memory_section, remedies_sectio
 from jaxdist.observe.report.sections.experts import experts_section
 from jaxdist.observe.report.sections.learning import headline, learning_section, steps_section, summary_cards
 from jaxdist.observe.report.sections.mesh import layout_section, mesh_section
+from jaxdist.observe.report.sections.plan import plan_section
 from jaxdist.observe.report.sections.running import history_section, utilisation_section
 from jaxdist.observe.report.sections.settings import data_section, environment_section, settings_section
 from jaxdist.observe.report.style import style_sheet
@@ -46,6 +47,7 @@ def report_page(record: RunRecord) -> str:
         steps_section(record),
         *experts_section(record),
         utilisation_section(record, account),
+        *plan_section(record),
         memory_section(record),
         sent_section(record),
         remedies_section(record),

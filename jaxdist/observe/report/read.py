@@ -12,6 +12,7 @@ from jaxdist.files.regular import read_regular
 from jaxdist.observe.metrics import good_records
 from jaxdist.observe.report.record import RunRecord, mapping
 
+PLAN_FILE = "plan.json"
 _MOST_BYTES = 1 << 20  # of samples.txt that are shown
 
 
@@ -44,6 +45,7 @@ def read_run(folder: Path) -> RunRecord:
         metrics=records,
         incidents=_incidents(folder / "incidents.jsonl", notes),
         checkpoints=sorted(kept),
+        plan=_plan(folder / PLAN_FILE, notes),
         samples=read_regular(samples)[:_MOST_BYTES].decode(errors="replace") if samples.is_file() else "",
         notes=notes,
     )
@@ -67,6 +69,16 @@ def _environment(path: Path, notes: list[str]) -> dict[str, Any]:
         return mapping(read_json_file(path))
     except ValueError as error:
         notes.append(f"env.json cannot be read: {error}.")
+        return {}
+
+
+def _plan(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return mapping(read_json_file(path))
+    except ValueError as error:
+        notes.append(f"{PLAN_FILE} cannot be read: {error}.")
         return {}
 
 

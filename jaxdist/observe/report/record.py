@@ -95,6 +95,7 @@ class RunRecord(NamedTuple):
     - environment: the content of env.json.
     - incidents: the lines of incidents.jsonl. checkpoints: their steps.
     - prediction: or, as a sentence, why there is none.
+    - plan: the content of plan.json, what `jaxdist plan` predicted; {} without one.
     - notes: sentences about files of the run directory that could not be read.
     """
 
@@ -108,6 +109,7 @@ class RunRecord(NamedTuple):
     samples: str = ""
     prediction: Prediction | str = "It was not asked for."
     remedies: Sequence[RemedyRow] = ()
+    plan: Mapping[str, Any] = MappingProxyType({})
     notes: Sequence[str] = ()
 
     @property

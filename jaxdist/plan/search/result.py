@@ -1,16 +1,21 @@
 """The plan of a configuration: the choice, its reasons, and what is written of it."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
+from jaxdist.mesh import AXES
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.remedies import changed
 from jaxdist.plan.search.choose import Candidate, Search, Tie, predicted, search, tie_of
 from jaxdist.plan.search.cluster import Cluster
 from jaxdist.plan.search.confirm import COMPILED, TRACED, confirm
@@ -149,16 +154,19 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("plan.json", "plan.yaml", "plan.svg")]
     replace_file(paths[0], (json.dumps(plan_to_json(plan), indent=1) + "\n").encode())
-    replace_file(paths[1], launchable(plan).encode())
+    replace_file(paths[1], launchable(plan, paths[0]).encode())
     draw_plan(plan.tie.members, plan.others, paths[2])
     return paths
 
 
-def launchable(plan: Plan) -> str:
-    """The configuration of the choice as YAML, with what was predicted in its first line."""
-    best = plan.winner
+def launchable(plan: Plan, path: Path) -> str:
+    """The configuration of the choice as YAML, with what was predicted in its first line.
+
+    path: of plan.json, which its run keeps.
+    """
+    best, config = plan.winner, changed(plan.winner.config, {"observe.plan": str(path.absolute())})
     devices = f"{plan.cluster.devices} x {plan.cluster.name}"
-    return f"# {best.layout.name()}: {best.seconds.total:.4g} s a step predicted for {devices}\n{to_yaml(best.config)}"
+    return f"# {best.layout.name()}: {best.seconds.total:.4g} s a step predicted for {devices}\n{to_yaml(config)}"
 
 
 def launch_command(plan: Plan, path: str) -> str:
@@ -168,15 +176,20 @@ def launch_command(plan: Plan, path: str) -> str:
     return f"jaxdist launch --nnodes {plan.cluster.hosts} --node-rank R --coordinator HOST:PORT -- jaxdist train {path}"
 
 
+def layout_of(config: Config) -> Layout:
+    """The layout that a configuration has."""
+    values: dict[str, Any] = {f"mesh.{axis}": getattr(config.mesh, axis) for axis in AXES}
+    for key in ("strategy", "schedule", "chunks", "stages", "prefetch", "sequence_parallel", "microbatches"):
+        values[f"parallel.{key}"] = getattr(config.parallel, key)
+    values["memory.remat"] = config.memory.remat
+    values["memory.offload.optimizer"] = config.memory.offload.optimizer
+    return Layout(tuple(values.items()))
+
+
 def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:
     """The layout that `--explain` names by overrides: ["mesh.fsdp=8", "parallel.strategy=zero3"]; axes that are not
     named are 1, and other keys as they are configured. Raises `UserError` for what is no override of a layout."""
-    import yaml
-
-    values: dict[str, Any] = {f"mesh.{axis}": 1 for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
-    parallel, memory = config.parallel, config.memory
-    values |= {"parallel.strategy": parallel.strategy, "parallel.schedule": parallel.schedule}
-    values |= {"parallel.microbatches": parallel.microbatches, "memory.remat": memory.remat}
+    values = layout_of(config).values | {f"mesh.{axis}": 1 for axis in AXES}
     for each in text:
         key, equals, value = each.partition("=")
         if not equals or not key.startswith(("mesh.", "parallel.", "memory.", "precision.")):
@@ -186,9 +199,7 @@ def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:
             )
         loaded = yaml.safe_load(value)
         values[key] = tuple(loaded) if isinstance(loaded, list) else loaded
-    size = 1
-    for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor"):
-        size *= values[f"mesh.{axis}"]
+    size = math.prod(values[f"mesh.{axis}"] for axis in AXES)
     if size != devices:
         raise UserError(f"--explain: the mesh has {size} devices, and the plan is for {devices}; change the sizes")
     return Layout(tuple(values.items()))

@@ -1,6 +1,8 @@
 """Advice for a device that ran out of memory, in place of a traceback: what the step needs, what would make it fit."""
 
+import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
 from jaxdist.observe import redact_settings
+from jaxdist.plan.compiled.hardware import GPUS, gpu_of
 from jaxdist.plan.compiled.memory import check_windows
 from jaxdist.plan.explain import explain
 from jaxdist.plan.remedies import remedies
@@ -37,13 +40,23 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     file = folder / "config.yaml"
     if not file.exists():  # the run had not begun
         replace_file(file, to_yaml(config, redact_settings).encode())
-    command = f"jaxdist explain {file} --remedies"
+    command, planning = f"jaxdist explain {file} --remedies", _planning(config, file)
     try:
         table = remedies(config, progress=_say) if compiling else None
     except jax.errors.JaxRuntimeError as error:
         _say(f"the remedies cannot be compiled here: {str(error).splitlines()[0]}")
         table = None
     _say(remedies_text(table) if table is not None else f"what would save memory, and how much: {command}")
+    _say(f"a layout that fits, the fastest, with reasons: {planning}")
+
+
+def _planning(config: Config, file: Path) -> str:
+    """The command that plans this configuration for the devices of this job, and writes one that fits."""
+    devices, hosts = math.prod(asdict(config.mesh).values()), jax.process_count()
+    kind = jax.devices()[0].device_kind
+    name = next((name for name, gpu in GPUS.items() if gpu is gpu_of(kind)), "NAME")
+    cluster = f"--gpu {name} --hosts {hosts} --gpus-per-host {devices // hosts}"
+    return f"jaxdist plan {file} {cluster} --out plan && jaxdist train plan/plan.yaml"
 
 
 def _say(*lines: str) -> None:

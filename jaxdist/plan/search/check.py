@@ -1,0 +1,39 @@
+"""A run beside the prediction for its layout: `jaxdist plan --check RUN`."""
+
+from pathlib import Path
+
+from jaxdist.config.load import load_config
+from jaxdist.errors import UserError
+from jaxdist.observe.report import read_run
+from jaxdist.observe.report.sections.plan import compared
+from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.search.choose import Candidate, predicted
+from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.result import candidate_to_json, layout_of
+from jaxdist.plan.traced.sharding import aligned
+
+
+def check_run(folder: Path, cluster: Cluster | None) -> list[str]:
+    """Lines: what was predicted for a run, by part, beside what it measured.
+
+    cluster: what to predict for; None: what the plan.json of the run says counts. Raises `UserError` for a run without
+    one.
+    """
+    record = read_run(folder)
+    if cluster is not None:
+        record = record._replace(plan={"choice": candidate_to_json(_predicted(folder, cluster))})
+    rows = compared(record)
+    if not rows:
+        raise UserError(
+            f"--check: {folder} has no plan.json; allowed: a run of a plan.yaml that jaxdist plan --out wrote; or give"
+            " --calibration, or --gpu with --hosts and --gpus-per-host, to predict it now"
+        )
+    head = ("part", "predicted", "measured", "measured / predicted")
+    return aligned([head, *(each.shown() for each in rows)], right=(1, 2, 3))
+
+
+def _predicted(folder: Path, cluster: Cluster) -> Candidate:
+    config = load_config(folder / "config.yaml", planned=True)
+    found = predicted(layout_of(config), config, cluster._replace(memory=float("inf")), Known())
+    assert found is not None, "nothing is too large for so much memory"
+    return found
