@@ -50,7 +50,8 @@ CASES = (
     Case("2", "one host, it does not fit a GPU; NVLink", "pipeline, ZeRO or tensor", _LARGE, "a100-80"),
     Case("2b", "the same over PCIe 3", "pipeline before ZeRO", _LARGE, "a100-80", inside="pcie3"),
     Case("3", "one host, a layer does not fit", "tensor", model(2, 32768, 256, 1024, 8), "a100-80"),
-    Case("4", "eight hosts, fast links", "ZeRO, or pipeline x tensor x data", model(80, 8192, 64, 4096, 256), "h200", 8),
+    Case("4", "eight hosts, fast links", "ZeRO, or all of pipeline, tensor, data", model(80, 8192, 64, 4096, 256),
+         "h200", 8),
     Case("5", "four hosts, 10 Gbit/s, 40 GB", "data x pipeline x tensor + ZeRO-1", model(40, 5120, 40, 2048, 256),
          "a100-40", 4, "10gbit"),
 )  # fmt: skip
@@ -64,7 +65,8 @@ PURE: dict[str, Callable[[dict[str, Any], int], bool]] = {
 
 def found_of(case: Case) -> dict[str, Any]:
     """The figures of a case."""
-    config = load_config(ROOT / "configs" / "llama_7b_h200.yaml", [*case.overrides, "mesh.fsdp=1"], planned=True)
+    one = "mesh={data: 1, fsdp: 1, tensor: 1}"
+    config = load_config(ROOT / "configs" / "llama_7b_h200.yaml", [*case.overrides, one], planned=True)
     precision = precision_of(config.precision)
     cluster = gpu_cluster(case.gpu, precision, hosts=case.hosts, per_host=8, link=case.link, inside=case.inside)
     known, began = Known(), time.perf_counter()

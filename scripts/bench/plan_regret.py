@@ -30,6 +30,7 @@ from jaxdist.observe import measured_on
 ROOT = Path(__file__).parents[2]
 MODEL = (
     "model.layers=4", "model.width=128", "model.heads=4", "data.seq_len=64", "data.global_batch=32",
+    "mesh={data: 1, fsdp: 1, tensor: 1}",
     "optimizer.name=adamw", "devices={platform: cpu, simulated: 1}", "parallel.min_shard_bytes=1024",
 )  # fmt: skip
 BURST = 262144  # bytes of the shaped links (jaxdist.lab.network)
@@ -42,7 +43,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zero3 2x2": ("mesh={data: 2, fsdp: 2}", "parallel.strategy=zero3"),
     "tensor 4": ("mesh={tensor: 4}", "parallel.strategy=ddp"),
     "data 2 tensor 2": ("mesh={data: 2, tensor: 2}", "parallel.strategy=ddp"),
-    "pipe 4 m8": ("mesh={pipe: 4}", "parallel.strategy=ddp", "parallel.schedule=one_f_one_b", "parallel.microbatches=8"),
+    "pipe 4 m8": ("mesh={pipe: 4}", "parallel.strategy=ddp", "parallel.schedule=one_f_one_b",
+                  "parallel.microbatches=8"),
     "pipe 2 data 2 m4": ("mesh={pipe: 2, data: 2}", "parallel.strategy=ddp", "parallel.schedule=one_f_one_b",
                          "parallel.microbatches=4"),
     "pipe 2 fsdp 2 zero1 m4": ("mesh={pipe: 2, fsdp: 2}", "parallel.strategy=zero1", "parallel.schedule=one_f_one_b",

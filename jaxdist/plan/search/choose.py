@@ -11,7 +11,7 @@ from jaxdist.errors import UserError
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
 from jaxdist.plan.closed.memory import PEAK, memory_of
-from jaxdist.plan.closed.sent import Sent
+from jaxdist.plan.closed.sent import bytes_by_axes
 from jaxdist.plan.search.cluster import Cluster
 from jaxdist.plan.search.seconds import Seconds, seconds_of
 from jaxdist.plan.search.space import Layout, checked, layouts
@@ -114,11 +114,8 @@ def predicted(layout: Layout, config: Config, cluster: Cluster, known: Known) ->
         return None
     sent = list(sends_of(config, known))
     seconds = seconds_of(config, cluster, sent, (memory["parameters"], memory["optimizer state"]), known)
-    return Candidate(layout, config, seconds, memory, _bytes_of(sent))
-
-
-def _bytes_of(sent: Iterable[Sent]) -> float:
-    return sum(each.wire_bytes * max(each.calls) for each in sent)
+    of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts
+    return Candidate(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
 
 
 def _but_microbatches(layout: Layout) -> tuple[object, ...]:

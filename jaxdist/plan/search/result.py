@@ -60,16 +60,18 @@ def make_plan(
     traced: int = TRACED,
     compiled: int = COMPILED,
     asked: Layout | None = None,
+    known: Known | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Plan a configuration for a cluster.
 
     traced, compiled: how many of the best candidates are traced, and compiled.
     asked: a layout that is argued beside the choice.
+    known: what is known from other plans of the same model.
 
     Raises `UserError` if no layout is allowed, or none fits.
     """
-    known = Known()
+    known = known or Known()
     found = search(config, cluster, known, progress=progress)
     if not found.fitting:
         nearest = min(found.tight, key=lambda each: each.peak)

@@ -149,24 +149,32 @@ def _waiting(
     sent: Iterable[Sent], config: Config, cluster: Cluster, computing: float
 ) -> tuple[dict[tuple[str, ...], float], float]:
     """({axes: seconds that computation waits}, how much of it for links between hosts), of the busiest stage."""
-    sizes = asdict(config.mesh)
-    hideable: dict[tuple[tuple[str, ...], float], float] = {}
+    sizes, given = asdict(config.mesh), list(sent)
+    links = [cluster.link(each.axes, sizes) for each in given]
+    once = [
+        rounds(each.op, each.group_size) * link.latency_s + each.wire_bytes / link.bytes_per_s
+        for each, (link, _) in zip(given, links, strict=True)
+    ]
+
+    def took(stage: int) -> list[float]:
+        return [
+            seconds * each.calls[min(stage, len(each.calls) - 1)] for seconds, each in zip(once, given, strict=True)
+        ]
+
+    busiest = max(map(took, range(max((len(each.calls) for each in given), default=1))), key=sum)
+    by_share: dict[tuple[tuple[str, ...], float], float] = {}
     waiting: dict[tuple[str, ...], float] = {}
     between = 0.0
-    for each in sent:
-        link, far = cluster.link(each.axes, sizes)
-        took = max(each.calls) * (
-            rounds(each.op, each.group_size) * link.latency_s + each.wire_bytes / link.bytes_per_s
-        )
+    for each, (_, far), seconds in zip(given, links, busiest, strict=True):
         share = hidden_share(each, config, cluster)
-        hideable[each.axes, share] = hideable.get((each.axes, share), 0.0) + took
-        between += took * (1 - share) if far else 0.0
+        by_share[each.axes, share] = by_share.get((each.axes, share), 0.0) + seconds
+        between += seconds * (1 - share) if far else 0.0
     room = computing
-    for (axes, share), took in sorted(hideable.items(), key=lambda item: item[0][1]):
-        hidden = min(share * took, share * room)
+    for (axes, share), seconds in sorted(by_share.items(), key=lambda item: item[0][1]):
+        hidden = min(share * seconds, share * room)
         room -= hidden
-        waiting[axes] = waiting.get(axes, 0.0) + took - hidden
-    return waiting, between
+        waiting[axes] = waiting.get(axes, 0.0) + seconds - hidden
+    return {axes: seconds for axes, seconds in waiting.items() if seconds > 0}, between
 
 
 def rounds(op: str, n: int) -> int:

@@ -1,0 +1,234 @@
+"""`jaxdist plan`: candidates, links, seconds, ties, reasons, and the files that it writes."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.cli.main import main
+from jaxdist.collectives.cost import Link
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
+from jaxdist.mesh import AXES
+from jaxdist.observe.report import RunRecord
+from jaxdist.observe.report.sections.plan import compared, plan_section
+from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.closed.sent import Sent
+from jaxdist.plan.search.choose import Candidate, search, tie_of
+from jaxdist.plan.search.cluster import Cluster, gpu_cluster
+from jaxdist.plan.search.reasons import others
+from jaxdist.plan.search.result import Plan, argue, layout_named, layout_of, make_plan, plan_to_json, write_plan
+from jaxdist.plan.search.seconds import Seconds, hidden_share, rounds, seconds_of
+from jaxdist.plan.search.space import Layout, checked, layouts, splits
+from jaxdist.precision.policy import precision_of
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model={layers: 2, width: 32, heads: 1}", "data.seq_len=16", "data.global_batch=4", "optimizer.name=adamw",
+    "mesh={data: 1, fsdp: 1, tensor: 1}", "parallel={strategy: ddp, min_shard_bytes: 0}", "parallel.microbatches=1",
+)  # fmt: skip
+
+KNOWN = Known()  # shared: the tests plan the same model
+
+
+def tiny(*overrides: str) -> Config:
+    return load_config(ROOT / "configs" / "quickstart.yaml", [*TINY, *overrides], planned=True)
+
+
+def cluster(hosts: int = 1, per_host: int = 2, **changes: Any) -> Cluster:
+    made = gpu_cluster(
+        "h200", precision_of(tiny().precision), hosts=hosts, per_host=per_host, link="80gbit", inside=None
+    )
+    return made._replace(**changes)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Of the tiny model on two GPUs, the best layouts traced."""
+    return make_plan(tiny(), cluster(), basis="a table", traced=2, compiled=0, known=KNOWN)
+
+
+def test_links_are_shared_by_what_a_host_has_of_other_groups() -> None:
+    """A host has 8 devices and 10 GB/s; a ring of devices that lie a host's width apart has an eighth of that."""
+    made = cluster(hosts=4, per_host=8)
+    sizes = {"pipe": 1, "data": 4, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
+    assert made.link(("fsdp",), sizes) == (made.inside, False)
+    link, far = made.link(("data",), sizes)
+    assert far and link.bytes_per_s == pytest.approx(10e9 / 8)
+    link, far = made.link(("data", "fsdp"), sizes)  # one ring through all: each host's link is its alone
+    assert far and link.bytes_per_s == pytest.approx(10e9)
+    wide = {"pipe": 1, "data": 2, "fsdp": 16, "expert": 1, "context": 1, "tensor": 1}
+    link, far = made.link(("fsdp",), wide)  # 8 of the 16 are on a host
+    assert far and link.bytes_per_s == pytest.approx(10e9)
+    assert made.link(("tensor",), {"fsdp": 16, "tensor": 2})[1] is False
+    assert [rounds(op, 8) for op in ("psum", "all_gather", "reduce_scatter", "ppermute")] == [6, 3, 3, 1]
+
+
+def test_what_may_be_hidden() -> None:
+    config, made = tiny("mesh={fsdp: 2}", "parallel.strategy=zero3"), cluster()
+
+    def sent(phase: str, what: str, axis: str) -> Sent:
+        return Sent("psum", (axis,), 2, 1e6, (1,), phase, what)
+
+    shares = {
+        each: hidden_share(sent(*each), config, made)
+        for each in (
+            ("backward", "gradients", "fsdp"),
+            ("once a step", "gradients", "fsdp"),
+            ("forward", "activations", "tensor"),
+            ("forward", "activations", "pipe"),
+            ("once a step", "metrics", "data"),
+        )
+    }
+    assert list(shares.values()) == [0.95, 0.0, 0.5, 0.0, 0.0]
+
+
+def test_seconds_by_hand() -> None:
+    """One byte a second, nothing computed: what cannot be hidden is the wire's time and the latency of its rounds."""
+    config = tiny("mesh={data: 2}")
+    slow = cluster(inside=Link(0.25, 1.0), flops=math.inf, bandwidth=math.inf, to_host=1.0, hidden={"gradients": 0.95})
+    sent = [Sent("psum", ("data",), 2, 3.0, (2,), "once a step", "gradients")]
+    found = seconds_of(config, slow, sent, (0, 8), KNOWN)
+    assert found.waiting == {("data",): pytest.approx(2 * (3.0 + 2 * 0.25))}
+    assert found.computing == found.bubble == found.optimizer == found.host == found.between == 0.0
+    offloaded = seconds_of(tiny("mesh={data: 2}", "memory.offload.optimizer=true"), slow, [], (0, 8), KNOWN)
+    assert offloaded.parts() == {"host memory": 16.0}
+    # Beside computation that takes no time, nothing is hidden; beside long computation, 95 % of it.
+    hidden = [sent[0]._replace(phase="backward")]
+    assert seconds_of(config, slow, hidden, (0, 0), KNOWN).waiting[("data",)] == pytest.approx(7.0)
+    busy = seconds_of(config, slow._replace(flops=1e3), hidden, (0, 0), KNOWN)
+    assert busy.computing > 1e3 and busy.waiting[("data",)] == pytest.approx(0.05 * 7.0)
+
+
+def test_a_pipeline_waits_for_its_bubble() -> None:
+    """Of 1F1B with S stages and M microbatches whose F, B and W take the same: (S - 1) / M."""
+    pipe = ("mesh={pipe: 2}", "parallel.schedule=one_f_one_b", "parallel.microbatches=2")
+    found = seconds_of(tiny(*pipe), cluster(), [], (0, 0), KNOWN)
+    assert found.bubble == pytest.approx(found.computing / 2)
+
+
+def test_splits_are_all_sizes_with_that_product() -> None:
+    found = list(splits(8, ["data", "fsdp", "tensor"]))
+    assert len(found) == 10 and all(math.prod(each.values()) == 8 for each in found)
+
+
+def members(config: Config, devices: int, per_host: int = 8) -> Iterator[Layout]:
+    for family in layouts(config, devices, per_host=per_host):
+        yield from family
+
+
+def test_candidates() -> None:
+    """Tensor parallelism stays in a host, strategies shard where there is something to shard over, and what a
+    configuration does not allow is its own error."""
+    config = tiny("model.heads=4", "data.global_batch=8")
+    found = [each.values for each in members(config, 8, per_host=2)]
+    assert max(each["mesh.tensor"] for each in found) == 2
+    assert {each["parallel.strategy"] for each in found if each["mesh.fsdp"] == 1} == {"ddp"}
+    assert {each["parallel.strategy"] for each in found if each["mesh.fsdp"] > 1} == {"zero1", "zero2", "zero3"}
+    assert {each["mesh.expert"] for each in found} == {each["mesh.context"] for each in found} == {1}
+    assert len({tuple(sorted(each.items(), key=str)) for each in found}) == len(found)
+    odd = next(each for each in members(tiny("model.layers=3"), 2) if each.values["mesh.pipe"] == 2)
+    refused = checked(tiny("model.layers=3"), odd)
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "configs" / "quickstart.yaml", [*TINY, "model.layers=3", *odd.arguments()], planned=True)
+    assert refused == str(error.value)
+    experts = tiny("model.moe.experts=4", "model.layers=2")
+    assert {each.values["mesh.expert"] for each in members(experts, 2)} == {1, 2}
+    long = tiny("data.seq_len=16384", "data.global_batch=1")
+    assert {each.values["mesh.context"] for each in members(long, 2)} == {1, 2}
+
+
+def candidate(seconds: float, **values: Any) -> Candidate:
+    usual = layout_of(tiny()).values | {f"mesh.{axis}": 1 for axis in AXES}
+    layout = Layout(tuple((usual | {key.replace("__", "."): value for key, value in values.items()}).items()))
+    return Candidate(layout, tiny(), Seconds(seconds, 0.0, {}, 0.0, 0.0, 0.0), {PEAK: 1}, 0.0)
+
+
+def test_ties_go_to_the_simplest() -> None:
+    fast = candidate(1.0, mesh__pipe=2, parallel__schedule="one_f_one_b")
+    plain = candidate(1.09, mesh__data=2)
+    slow = candidate(1.11, mesh__data=2, memory__remat="full")
+    tie = tie_of([fast, plain, slow], 0.1)
+    assert tie.members == [plain, fast] and tie.fastest == 1.0
+    assert tie_of([fast, plain, slow], 0.05).winner == fast
+
+
+def test_a_plan(plan: Plan, tmp_path: Path) -> None:
+    """The choice is the fastest within the spread, all candidates are accounted for, and plan.yaml trains it."""
+    found = plan.search
+    assert found.fitting == sorted(found.fitting, key=lambda each: each.seconds.total)
+    assert plan.winner.seconds.total <= (1 + plan.cluster.spread) * found.fitting[0].seconds.total
+    assert {each.how for each in found.fitting[:2]} <= {"traced", "closed form"} and not plan.notes
+    assert sum(each.how == "traced" for each in found.fitting) == 2
+    assert found.refused and all("." in key for key in found.refused)
+    lost = {each.candidate.layout for each in plan.others}
+    assert plan.others and not lost & {each.layout for each in plan.tie.members}
+    paths = write_plan(plan, tmp_path / "out")
+    loaded = load_config(paths[1], planned=True)
+    assert loaded.observe.plan == str(paths[0]) and layout_of(loaded).values == layout_of(plan.winner.config).values
+    told = json.loads(paths[0].read_text())
+    assert told == json.loads(json.dumps(plan_to_json(plan)))
+    assert told["choice"]["seconds"] == pytest.approx(sum(told["choice"]["parts"].values()))
+    assert paths[2].read_text().startswith("<?xml")
+
+
+def test_an_argued_layout(plan: Plan) -> None:
+    config = tiny()
+    asked = layout_named(["mesh.pipe=2", "parallel.schedule=one_f_one_b", "parallel.microbatches=2"], config, 2)
+    argued = argue(config, asked, plan.cluster, plan.tie, KNOWN)
+    assert argued.candidate.seconds.bubble > 0 and " x: " in argued.why
+    with pytest.raises(UserError, match="the mesh has 4 devices, and the plan is for 2"):
+        layout_named(["mesh.fsdp=4"], config, 2)
+    with pytest.raises(UserError, match="'optimizer.lr=1' is no key of a layout"):
+        layout_named(["optimizer.lr=1"], config, 2)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(
+        UserError, match=r"plan: no layout of 2 x h200 fits; the nearest, .* does not fit: .*; allowed: more"
+    ):
+        make_plan(tiny(), cluster(memory=300e3), basis="", traced=0, compiled=0, known=KNOWN)
+
+
+def test_less_memory_turns_the_choice() -> None:
+    """What fits by being computed again wins only where the rest does not fit."""
+    found = search(tiny(), cluster(), KNOWN)
+    best = found.fitting[0]
+    assert best.layout.values["memory.remat"] == "none"
+    room = 1.01 * min(each.peak for each in found.fitting)
+    less = search(tiny(), cluster(memory=room), KNOWN)
+    assert less.fitting[0].peak <= room < best.peak and best.layout in {each.layout for each in less.tight}
+    told = others(less, tie_of(less.fitting, 0.1))
+    assert any(each.why.startswith("does not fit: ") and "the most is " in each.why for each in told)
+
+
+def test_a_report_has_the_plan_beside_the_run(plan: Plan) -> None:
+    metrics = [{"step": i, "loss": 1.0, "step_s": 2.0, "sent_bytes": 10, "time": float(i)} for i in range(1, 9)]
+    record = RunRecord("mine", metrics=metrics, plan=plan_to_json(plan))
+    rows = {each.part: each for each in compared(record)}
+    assert rows["a step"].measured == 2.0 and rows["a step"].predicted == plan.winner.seconds.total
+    assert rows["computing"].predicted == plan.winner.seconds.computing and rows["sent by a device"].measured == 10
+    [(title, text)] = plan_section(record)
+    assert title == "Plan" and plan.winner.layout.name() in text
+    assert plan_section(record._replace(plan={})) == plan_section(record._replace(plan={"choice": "no"})) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--gpu", "h201"], "--gpu: 'h201' is not known"),
+        (["--link", "fast"], "--link: 'fast' is not known"),
+        (["--inside", "usb"], "--inside: 'usb' is not known"),
+        (["--calibration", "no/such.json"], "--calibration: no/such.json does not exist"),
+        (["--check", "no/such/run"], "holds no metrics.jsonl"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstart", "--quick", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
