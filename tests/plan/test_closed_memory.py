@@ -15,7 +15,7 @@ from jaxdist.init import state_target
 from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.plan.closed.at_rest import at_rest
 from jaxdist.plan.closed.leaves import Known, planned_mesh
-from jaxdist.plan.closed.memory import BOUNDS, HEAD, MEASURED, PEAK, fits, memory_of
+from jaxdist.plan.closed.memory import BOUNDS, MARGIN, OF_THE_HEAD, PEAK, fits_into, memory_of
 from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.plan.explain import (
     COMPILED_PEAK,
@@ -104,10 +104,10 @@ def test_a_verdict_has_a_margin_and_the_largest_part() -> None:
     config, known = configured("mesh.data=1", "mesh.fsdp=1", "model.vocab=8192"), Known()
     peak = memory_of(config, known)[PEAK]
     least, most = (share * peak for share in BOUNDS)
-    verdicts = [fits(config, known, size) for size in (least - 1, peak, most + 1)]
+    verdicts = [fits_into(config, known, size) for size in (least - 1, peak, most + 1)]
     assert [each.fits for each in verdicts] == [False, None, True]
     for each, told in zip(verdicts, ("does not fit: ", "too near to say: ", "fits: "), strict=True):
-        assert each.why.startswith(told) and f"most of it {HEAD}: " in each.why
+        assert each.why.startswith(told) and f"most of it {OF_THE_HEAD}: " in each.why
 
 
 def test_a_loss_without_blocks_is_traced_whole() -> None:
@@ -122,7 +122,7 @@ def test_the_margin_is_that_of_the_measurement() -> None:
     data = json.loads(MEASUREMENT.read_text())
     summary, ratios = data["summary, closed"], [each["closed_ratio"] for each in data["configurations"]]
     assert summary["configurations"] == len(ratios) == 50
-    assert tuple(round(summary[name], 2) for name in ("tenth", "median", "ninetieth")) == MEASURED
+    assert tuple(round(summary[name], 2) for name in ("tenth", "median", "ninetieth")) == MARGIN
     # Nothing that was compiled would have been refused, or taken, in error.
     assert BOUNDS[0] <= min(ratios) and max(ratios) <= BOUNDS[1]
 

@@ -22,22 +22,30 @@ from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, IN_HOST_ME
 from jaxdist.specs import STACKED, format_bytes
 
 PEAK = "peak"
-ON_HOST = (IN_HOST_MEMORY,)  # parts that are in no device's memory
-COPIES, GRADIENTS, ACTIVATIONS = "gathered copies, the whole step", "gradients", "activations, kept for backward"
-BETWEEN, BLOCK, HEAD = "buffers between stages", "work space of one block", "work space of the head, with logits"
-EMBED, UPDATE = "work space of the embedding", "work space of the optimizer"
+HOST_PARTS = (IN_HOST_MEMORY,)  # parts that are in no device's memory
+OF_COPIES, OF_GRADIENTS, OF_ACTIVATIONS = (
+    "gathered copies, the whole step",
+    "gradients",
+    "activations, kept for backward",
+)
+OF_STAGES, OF_A_BLOCK, OF_THE_HEAD = (
+    "buffers between stages",
+    "work space of one block",
+    "work space of the head, with logits",
+)
+OF_THE_EMBEDDING, OF_THE_UPDATE = "work space of the embedding", "work space of the optimizer"
 Phase = dict[str, float]
 
 # Compiled peak / closed form, of 50 random configurations in docs/measurements/closed_memory_cpu.json: tenth
 # percentile, median and ninetieth; and bounds beyond all of them, by which a search may leave layouts out.
-MEASURED = (0.93, 1.04, 1.17)
+MARGIN = (0.93, 1.04, 1.17)
 BOUNDS = (0.8, 1.4)
 
 
 def memory_of(config: Config, known: Known) -> dict[str, int]:
     """{part: bytes of one device} at the time of a step when it holds most, and their sum, `PEAK`.
 
-    Parts in host memory (`ON_HOST`) are not in the sum.
+    Parts in host memory (`HOST_PARTS`) are not in the sum.
     """
     if ModelFacts.of(config.model.name).user_loss or config.distill.on or config.parallel.local.on:
         return _traced(config)
@@ -51,11 +59,11 @@ def memory_of(config: Config, known: Known) -> dict[str, int]:
     sizes = {name: line(rows) for name, line in units_of(config, known)._asdict().items()}
     phases = _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
     fetched = rest.state.get(IN_HOST_MEMORY, 0)
-    phases.append({GRADIENTS: sum(rest.gradients.values()) + rest.shards, COPIES: rest.copies})
-    phases.append({GRADIENTS: rest.shards, UPDATE: rest.update + fetched})
+    phases.append({OF_GRADIENTS: sum(rest.gradients.values()) + rest.shards, OF_COPIES: rest.copies})
+    phases.append({OF_GRADIENTS: rest.shards, OF_THE_UPDATE: rest.update + fetched})
     most = max(phases, key=lambda phase: sum(phase.values()))
     found = rest.state | {"batch": batch} | {part: round(size) for part, size in most.items()}
-    return found | {PEAK: sum(size for part, size in found.items() if part not in ON_HOST)}
+    return found | {PEAK: sum(size for part, size in found.items() if part not in HOST_PARTS)}
 
 
 def _traced(config: Config) -> dict[str, int]:
@@ -84,11 +92,11 @@ def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest,
         kept = max(0.0, kept - h * layers)
     if _prefetches(config, known):  # two blocks stay gathered, and another one is under way
         copies += 3 * rest.whole[STACKED] / layers
-    base = {COPIES: copies, ACTIVATIONS: kept}
+    base = {OF_COPIES: copies, OF_ACTIVATIONS: kept}
     return [
-        base | {GRADIENTS: sums, BLOCK: sizes["forward"]},
-        base | {GRADIENTS: sums + head, HEAD: sizes["head"] + 2 * h},
-        base | {GRADIENTS: sums + grads, BLOCK: sizes["backward"] + h},
+        base | {OF_GRADIENTS: sums, OF_A_BLOCK: sizes["forward"]},
+        base | {OF_GRADIENTS: sums + head, OF_THE_HEAD: sizes["head"] + 2 * h},
+        base | {OF_GRADIENTS: sums + grads, OF_A_BLOCK: sizes["backward"] + h},
     ]
 
 
@@ -118,19 +126,19 @@ def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) 
     chunk = rest.gradients[STACKED] / parallel.chunks
     sliced = rest.used[STACKED] / parallel.chunks if parallel.chunks > 1 else 0  # the parameters of a chunk
     base = {
-        COPIES: rest.copies,
-        ACTIVATIONS: kept * residuals + crossing * cotangents + h * late,
-        BETWEEN: 2 * h,
-        GRADIENTS: grads,
+        OF_COPIES: rest.copies,
+        OF_ACTIVATIONS: kept * residuals + crossing * cotangents + h * late,
+        OF_STAGES: 2 * h,
+        OF_GRADIENTS: grads,
     }
     own = 0 if crossing else chunk  # gradients of blocks that B makes
     units = rest.gradients["head"] + rest.gradients["embed"]
     return [
-        base | {BLOCK: kept + h + sliced + sizes["forward"]},
-        base | {HEAD: h + sizes["head"], GRADIENTS: grads + units},
-        base | {BLOCK: sizes["read"] + h + sliced + sizes["backward"] + crossing, GRADIENTS: grads + own},
-        base | {BLOCK: sizes["read_weights"] + crossing + sizes["weights"], GRADIENTS: grads + chunk},
-        base | {EMBED: sizes["embed"], GRADIENTS: grads + rest.gradients["embed"]},
+        base | {OF_A_BLOCK: kept + h + sliced + sizes["forward"]},
+        base | {OF_THE_HEAD: h + sizes["head"], OF_GRADIENTS: grads + units},
+        base | {OF_A_BLOCK: sizes["read"] + h + sliced + sizes["backward"] + crossing, OF_GRADIENTS: grads + own},
+        base | {OF_A_BLOCK: sizes["read_weights"] + crossing + sizes["weights"], OF_GRADIENTS: grads + chunk},
+        base | {OF_THE_EMBEDDING: sizes["embed"], OF_GRADIENTS: grads + rest.gradients["embed"]},
     ]
 
 
@@ -141,14 +149,14 @@ class Verdict(NamedTuple):
     why: str
 
 
-def fits(config: Config, known: Known, memory_bytes: float) -> Verdict:
+def fits_into(config: Config, known: Known, memory_bytes: float) -> Verdict:
     """Whether a configuration fits into a device's memory, as far as `memory_of` and its margin (`BOUNDS`) can tell.
 
     What it says not to fit may be left out of a search; what it calls too near to say is to be compiled.
     """
     found = memory_of(config, known)
     least, most = (share * found[PEAK] for share in BOUNDS)
-    part = max((name for name in found if name not in (PEAK, *ON_HOST)), key=found.__getitem__)
+    part = max((name for name in found if name not in (PEAK, *HOST_PARTS)), key=found.__getitem__)
     told = (
         f"about {format_bytes(found[PEAK])} of {format_bytes(memory_bytes)} in closed form, most of it {part}:"
         f" {format_bytes(found[part])}"

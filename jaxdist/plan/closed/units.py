@@ -32,10 +32,10 @@ from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.traced.liveness import peak_bytes
 from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, without_idle
 
-ROWS = (2, 4)  # of a device: the numbers for which units are traced
+TRACED_ROWS = (2, 4)  # of a device: the numbers for which units are traced
 
 
-class Line(NamedTuple):
+class RowLine(NamedTuple):
     """Bytes for any number of rows."""
 
     fixed: float
@@ -57,16 +57,16 @@ class UnitMemory(NamedTuple):
     embed, head: work space of both passes; embed: of a pipeline.
     """
 
-    h: Line
-    kept: Line
-    read: Line
-    read_weights: Line
-    crossing: Line
-    forward: Line
-    backward: Line
-    weights: Line
-    embed: Line
-    head: Line
+    h: RowLine
+    kept: RowLine
+    read: RowLine
+    read_weights: RowLine
+    crossing: RowLine
+    forward: RowLine
+    backward: RowLine
+    weights: RowLine
+    embed: RowLine
+    head: RowLine
 
 
 def units_of(config: Config, known: Known) -> UnitMemory:
@@ -85,12 +85,12 @@ def units_of(config: Config, known: Known) -> UnitMemory:
     key = ("units", *of_layers(config), *axes, *how, *stage, regathers and parallel.reshard_after_forward, split)
 
     def make() -> UnitMemory:
-        found = [_Traced(config, known, regathers=regathers, split=split).at(rows) for rows in ROWS]
+        found = [_Traced(config, known, regathers=regathers, split=split).at(rows) for rows in TRACED_ROWS]
 
-        def line(name: str) -> Line:
+        def line(name: str) -> RowLine:
             low, high = (each.get(name, 0.0) for each in found)
-            row = max(0.0, (high - low) / (ROWS[1] - ROWS[0]))
-            return Line(max(0.0, low - row * ROWS[0]), row)
+            row = max(0.0, (high - low) / (TRACED_ROWS[1] - TRACED_ROWS[0]))
+            return RowLine(max(0.0, low - row * TRACED_ROWS[0]), row)
 
         return UnitMemory(*map(line, UnitMemory._fields))
 
