@@ -121,11 +121,11 @@ def compared(folder: Path, rate: str) -> dict[str, Any]:
     for name in LAYOUTS:
         config = config_of(name)
         candidates[name] = predicted(layout_of(config), config, cluster, known)
-    by_time = sorted((each for each in candidates.values() if each), key=lambda each: each.seconds.total)
+    by_time = sorted(candidates.values(), key=lambda each: each.seconds.total)
     choice = next(name for name, each in candidates.items() if each == tie_of(by_time, cluster.spread).winner)
     times = {name: each["median"] for name, each in measured.items()}
     fastest = min(times, key=times.__getitem__)
-    guesses = {name: each.seconds.total for name, each in candidates.items() if each}
+    guesses = {name: each.seconds.total for name, each in candidates.items()}
     errors = [abs(guesses[name] / times[name] - 1) for name in times]
     assert found.between is not None
     return {
@@ -149,7 +149,7 @@ def compared(folder: Path, rate: str) -> dict[str, Any]:
 def spearman(one: list[float], other: list[float]) -> float:
     """Spearman's rank correlation."""
     ranks = [np.argsort(np.argsort(each)).astype(float) for each in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def main() -> int:

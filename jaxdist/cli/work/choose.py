@@ -9,10 +9,10 @@ from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.plan.calibration.file import read_calibration, stale
 from jaxdist.plan.calibration.measure import versions_now
-from jaxdist.plan.report.plan_text import search_text
 from jaxdist.plan.search.check import check_run
 from jaxdist.plan.search.cluster import Cluster, calibrated_cluster, gpu_cluster
 from jaxdist.plan.search.result import Plan, launch_command, layout_named, make_plan, plan_to_json, write_plan
+from jaxdist.plan.search.text import search_text
 from jaxdist.precision.policy import precision_of
 
 _OF_THE_TABLE = "the makers' figures times assumed shares (docs/planner.md); nothing was measured"

@@ -28,14 +28,14 @@ def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None)
         f" parameters, attention {planned.attention}, jax {jax.__version__}, optimization level {level};"
         f" traced in {planned.lower_s:.1f} s, compiled in {planned.compile_s:.1f} s"
     )
-    text = [head, "", *memory_table(memory_of(planned)), verdict_text(planned)]
+    text = [head, "", *memory_table(memory_rows(planned)), verdict_text(planned)]
     if footprint.host:
         text.append(f"and {format_bytes(footprint.host)} of host memory a device")
     apart = planned.hosts > 1 and network is None
     return "\n".join([*text, "", *_collectives(planned), "", *overlap_text(planned.overlap, rows=rows, apart=apart)])
 
 
-def memory_of(planned: Planned) -> dict[str, int]:
+def memory_rows(planned: Planned) -> dict[str, int]:
     """{purpose: bytes of one device}."""
     each = planned.footprint
     return {

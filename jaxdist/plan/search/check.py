@@ -1,5 +1,6 @@
 """A run beside the prediction for its layout: `jaxdist plan --check RUN`."""
 
+import math
 from pathlib import Path
 
 from jaxdist.config.load import load_config
@@ -34,6 +35,4 @@ def check_run(folder: Path, cluster: Cluster | None) -> list[str]:
 
 def _predicted(folder: Path, cluster: Cluster) -> Candidate:
     config = load_config(folder / "config.yaml", planned=True)
-    found = predicted(layout_of(config), config, cluster._replace(memory=float("inf")), Known())
-    assert found is not None, "nothing is too large for so much memory"
-    return found
+    return predicted(layout_of(config), config, cluster._replace(memory=math.inf), Known())

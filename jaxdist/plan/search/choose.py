@@ -1,5 +1,6 @@
 """The choice of a layout: every candidate predicted in closed form, the best ones traced, the finalists compiled."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
-from jaxdist.plan.closed.memory import PEAK, memory_of
+from jaxdist.plan.closed.memory import BOUNDS, PEAK, memory_of
 from jaxdist.plan.closed.sent import bytes_by_axes
 from jaxdist.plan.search.cluster import Cluster
 from jaxdist.plan.search.seconds import Seconds, seconds_of
@@ -43,18 +44,25 @@ class Candidate(NamedTuple):
 class Search(NamedTuple):
     """All candidates of a plan, predicted.
 
-    fitting: those that fit, the fastest first. tight: those that need more memory, up to `ROOM` times.
-    refused: {reason: how many}, of those that are not allowed. examples: one layout for each reason.
+    fitting: those that fit by the closed form, the fastest first. tight: those that need more, up to `ROOM` times.
+    nearest: the one that needs least memory. refused: {reason: how many}, of those that are not allowed.
+    examples: one layout for each reason.
     considered: how many there were. took: seconds.
     """
 
     cluster: Cluster
     fitting: list[Candidate]
     tight: list[Candidate]
+    nearest: Candidate
     refused: Counter[str]
     examples: dict[str, Layout]
     considered: int
     took: float
+
+    @property
+    def near(self) -> list[Candidate]:
+        """Those of `tight` that may fit, by the margin of the closed form: compiling them tells."""
+        return [each for each in self.tight if BOUNDS[0] * each.peak <= self.cluster.memory]
 
 
 def search(
@@ -71,7 +79,7 @@ def search(
     """
     known, began = known or Known(), time.perf_counter()
     fitting, tight = list[Candidate](), list[Candidate]()
-    refused, examples, considered = Counter[str](), dict[str, Layout](), 0
+    refused, examples, considered, nearest = Counter[str](), dict[str, Layout](), 0, None
     families = (
         layouts(config, cluster.devices, per_host=cluster.per_host) if among is None else ([each] for each in among)
     )
@@ -87,7 +95,8 @@ def search(
                 examples.setdefault(_kind(found), layout)
                 continue
             candidate = predicted(layout, found, cluster, known)
-            if candidate is None:
+            nearest = candidate if nearest is None or candidate.peak < nearest.peak else nearest
+            if candidate.peak > ROOM * cluster.memory:
                 continue
             fits = candidate.peak <= cluster.memory
             (fitting if fits else tight).append(candidate)
@@ -99,19 +108,20 @@ def search(
                     break
         if number % 20 == 0:
             progress(f"{considered:,} layouts, {len(fitting):,} fit so far, {time.perf_counter() - began:.0f} s")
-    if not fitting and not tight:
+    if nearest is None:
         reasons = "; ".join(refused) or "its parts divide into no mesh of that many devices"
         raise UserError(f"plan: no layout of {cluster.devices} devices is allowed: {reasons}")
     fitting.sort(key=lambda each: each.seconds.total)
     tight.sort(key=lambda each: each.seconds.total)
-    return Search(cluster, fitting[:KEPT], tight[:KEPT], refused, examples, considered, time.perf_counter() - began)
+    took = time.perf_counter() - began
+    return Search(cluster, fitting[:KEPT], tight[:KEPT], nearest, refused, examples, considered, took)
 
 
-def predicted(layout: Layout, config: Config, cluster: Cluster, known: Known) -> Candidate | None:
-    """The figures of a layout; None if it needs more than `ROOM` times the memory."""
+def predicted(layout: Layout, config: Config, cluster: Cluster, known: Known) -> Candidate:
+    """The figures of a layout. One that needs more than `ROOM` times the memory has no seconds."""
     memory = memory_of(config, known)
     if memory[PEAK] > ROOM * cluster.memory:
-        return None
+        return Candidate(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0, 0.0), memory, math.inf)
     sent = list(sends_of(config, known))
     seconds = seconds_of(config, cluster, sent, (memory["parameters"], memory["optimizer state"]), known)
     of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,29 +73,31 @@ def make_plan(
     """
     known = known or Known()
     found = search(config, cluster, known, progress=progress)
+    notes = list[str]()
+    if traced or compiled:
+        tie = tie_of(by_seconds([*found.fitting, *found.near]), cluster.spread) if found.fitting or found.near else None
+        first = [] if tie is None else tie.members
+        rest = [each for each in by_seconds([*found.fitting, *found.near]) if each not in first]
+        confirmed = confirm([*first, *rest], cluster, traced=traced, compiled=compiled, progress=progress)
+        notes += confirmed.notes
+        certain = [each for each in confirmed.candidates if each.how != "closed form" or each.peak <= cluster.memory]
+        found = found._replace(fitting=by_seconds(certain))
     if not found.fitting:
-        nearest = min(found.tight, key=lambda each: each.peak)
+        nearest = found.nearest
         raise UserError(
             f"plan: no layout of {cluster.devices} x {cluster.name} fits; the nearest, {nearest.layout.name()},"
             f" {does_not_fit(nearest, cluster.memory)}; allowed: more devices, a smaller data.global_batch or"
-            " data.seq_len, memory.offload.optimizer=true, or another optimizer"
+            " data.seq_len, or another optimizer"
         )
-    tie, notes = tie_of(found.fitting, cluster.spread), list[str]()
-    if traced or compiled:
-        confirmed = confirm(
-            [*tie.members, *(each for each in found.fitting if each not in tie.members)],
-            cluster,
-            traced=traced,
-            compiled=compiled,
-            progress=progress,
-        )
-        notes += confirmed.notes
-        by_time = sorted(confirmed.candidates, key=lambda each: each.seconds.total)
-        found = found._replace(fitting=by_time)
-        tie = tie_of(by_time, cluster.spread)
+    tie = tie_of(found.fitting, cluster.spread)
     progress("what would have to be true for another layout to win")
     argued = None if asked is None else argue(config, asked, cluster, tie, known)
     return Plan(config, found, tie, others(found, tie), turns(config, found, tie, known), notes, basis, argued)
+
+
+def by_seconds(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates, the fastest first."""
+    return sorted(candidates, key=lambda each: each.seconds.total)
 
 
 def argue(config: Config, layout: Layout, cluster: Cluster, tie: Tie, known: Known) -> Other:
@@ -104,8 +106,6 @@ def argue(config: Config, layout: Layout, cluster: Cluster, tie: Tie, known: Kno
     if isinstance(found, str):
         raise UserError(found)
     candidate = predicted(layout, found, cluster, known)
-    if candidate is None:
-        raise UserError(f"--explain: {layout.name()} needs more than twice the memory of {cluster.name}")
     if candidate.peak > cluster.memory:
         return Other(candidate, does_not_fit(candidate, cluster.memory))
     if candidate.layout == tie.winner.layout:
@@ -151,7 +151,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Write plan.json, plan.yaml, which trains, and plan.svg to a folder. Returns the paths."""
-    from jaxdist.plan.report.draw_plan import draw_plan  # matplotlib, which only pictures need
+    from jaxdist.plan.search.draw import draw_plan  # matplotlib, which only pictures need
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("plan.json", "plan.yaml", "plan.svg")]

@@ -72,6 +72,8 @@ class Layout(NamedTuple):
 
 
 def _shown(value: Any) -> Any:
+    if value is None:
+        return "null"
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
 
 

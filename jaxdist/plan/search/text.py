@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from jaxdist.config.schema import Config
 from jaxdist.plan.closed.memory import PEAK
 from jaxdist.plan.search.choose import Candidate
 from jaxdist.plan.search.reasons import duration
-from jaxdist.plan.search.result import Plan
+from jaxdist.plan.search.result import Plan, layout_of
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.specs import format_bytes
 
@@ -22,7 +23,7 @@ def search_text(plan: Plan) -> str:
         f" {sum(found.refused.values()):,} are not allowed",
         "",
         f"Choice: {best.layout.name()}: {duration(best.seconds.total)} a step",
-        f"  {' '.join(best.layout.arguments())}",
+        f"  {' '.join(_changes(best, plan.config))}",
         "",
         *_parts(best),
         "",
@@ -50,6 +51,12 @@ def search_text(plan: Plan) -> str:
         ]
         lines += [f"  {line}" for line in aligned(counted, right=(0,))]
     return "\n".join([*lines, *(["", *(f"Note: {each}" for each in plan.notes)] if plan.notes else [])])
+
+
+def _changes(each: Candidate, config: Config) -> list[str]:
+    """The overrides of a layout that change the configuration that was planned."""
+    now = set(layout_of(config).arguments())
+    return [each for each in each.layout.arguments() if each not in now]
 
 
 def _time(each: Candidate) -> str:
