@@ -34,9 +34,7 @@ class Call(NamedTuple):
     wire_bytes: float
     by_stage: tuple[float, ...] = ()
 
-    def sent(
-        self, axes: tuple[str, ...], sizes: Sizes, phase: str, what: str, times: Sequence[float] = (1,)
-    ) -> Sent:
+    def sent(self, axes: tuple[str, ...], sizes: Sizes, phase: str, what: str, times: Sequence[float] = (1,)) -> Sent:
         """So many of this call, on each stage if there is more than one number."""
         calls = tuple(self.messages * each for each in times)
         if self.by_stage:
@@ -44,7 +42,9 @@ class Call(NamedTuple):
         return Sent(self.op, axes, math.prod(sizes[axis] for axis in axes), self.wire_bytes, calls, phase, what)
 
 
-def call(operation: str, elements: float, dtype: Any, axes: tuple[str, ...], sizes: Sizes, how: Mapping[str, Any]) -> Call:
+def call(
+    operation: str, elements: float, dtype: Any, axes: tuple[str, ...], sizes: Sizes, how: Mapping[str, Any]
+) -> Call:
     """A call of `jaxdist.collectives` with an input of so many elements on each device.
 
     how: the arguments of the call: algorithm, wire_dtype ("int8": of `all_reduce_with_feedback`), link.

@@ -2,12 +2,12 @@
 
 import functools
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from jaxdist.build import prefetches_on, step_options
 from jaxdist.build import form_of as context_form_of
+from jaxdist.build import prefetches_on, step_options
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.sections.grad_sync import GradSync
@@ -41,17 +41,17 @@ class Form(NamedTuple):
     samples: int
 
 
-def form_of_step(config: Config, known: Known, samples: int) -> Form:
-    """The form of a step whose microbatches have so many samples on a device."""
+def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts, samples: int) -> Form:
+    """The form of a step whose microbatches have so many samples on a device. layers: of the model's stack."""
     parallel, stages = config.parallel, config.mesh.pipe
-    facts = ScheduleFacts.of(parallel.schedule)
     pipeline = facts.one_stage is False
     ring = config.mesh.context > 1 and stages > 1 and context_form_of(config) == "ring"
     prefetch = _prefetches(config, known)
-    layers = known.model(config).layers
     apart = prefetch or config.memory.remat == "sqrt"
     largest = max(parallel.stages, default=layers // (stages * parallel.chunks))
-    whole = samples if _chunked(config, samples) or _in_pieces(config) else 0
+    loss = (samples, config.data.seq_len, config.model.vocab, config.model.loss_chunk, config.precision, config.mesh)
+    chunked = known.get(("chunked", *loss), lambda: _chunked(config, samples))
+    whole = samples if chunked or _in_pieces(config) else 0
     masked = pipeline and (ring or not parallel.pipeline_cond)
     return Form(prefetch, pipeline, masked, facts.split_backward, largest if apart else 1, whole)
 
@@ -69,7 +69,9 @@ def _chunked(config: Config, samples: int) -> bool:
     """Whether the loss is computed in chunks of tokens, the last of which may be padded."""
     if config.model.vocab is None or config.mesh.tensor == 1:
         return False
-    h = jax.ShapeDtypeStruct((samples, config.data.seq_len // config.mesh.context, 1), precision_of(config.precision).compute)
+    h = jax.ShapeDtypeStruct(
+        (samples, config.data.seq_len // config.mesh.context, 1), precision_of(config.precision).compute
+    )
     table = jax.ShapeDtypeStruct((config.model.vocab // config.mesh.tensor, 1), h.dtype)
     return bool(loss_chunk(h, table, config.model.loss_chunk))
 
@@ -98,7 +100,16 @@ def microbatches_of(
         if all(_same(share, split[share.name], form) for share in shares):
             break
     kept = (config.memory.remat, parallel.reshard_after_forward, parallel.grad_sync.deterministic)
-    key = (*model_key(alone), alone.mesh, smallest, alone.parallel.strategy, *kept, config.optimizer.frozen, form, count)
+    key = (
+        *model_key(alone),
+        alone.mesh,
+        smallest,
+        alone.parallel.strategy,
+        *kept,
+        config.optimizer.frozen,
+        form,
+        count,
+    )
     return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))  # type: ignore[no-any-return]
 
 
@@ -134,7 +145,9 @@ def _same(share: Share, split: Shard | None, form: Form) -> bool:
     return split is not None or not share.axes
 
 
-def _traced(config: Config, model: ModelDef, options: StepOptions, form: Form, count: int) -> list[tuple[Microbatch, bool]]:
+def _traced(
+    config: Config, model: ModelDef, options: StepOptions, form: Form, count: int
+) -> list[tuple[Microbatch, bool]]:
     def rows_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((form.rows, *leaf.shape[1:]), leaf.dtype)
 

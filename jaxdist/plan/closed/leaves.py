@@ -71,9 +71,14 @@ class Known:
                 for name, spec, leaf in named_leaves(specs, model.shapes)
             )
 
-        whole = config.parallel.grad_sync.wire_dtype == "int8"  # over pipe: see `wrappers.shard_over_pipe`
-        placing = (config.parallel.strategy, config.parallel.min_shard_bytes, mesh_sizes(config), whole)
-        return self.get(("leaves", *model_key(config), *placing), make)
+        return self.get(("leaves", *model_key(config), *placing_key(config)), make)  # type: ignore[no-any-return]
+
+
+def placing_key(config: Config) -> tuple[Any, ...]:
+    """What decides how a strategy places parameters, beside the model."""
+    parallel = config.parallel
+    whole = parallel.grad_sync.wire_dtype == "int8"  # over pipe: see `wrappers.shard_over_pipe`
+    return (parallel.strategy, parallel.min_shard_bytes, config.mesh, whole, parallel.grad_sync.deterministic)
 
 
 def model_key(config: Config) -> tuple[Any, ...]:

@@ -33,16 +33,7 @@ from jaxdist.parallel.program import program_and_region
 from jaxdist.parallel.schedule import Program
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.plan.traced.ledger import GRADIENT, OP_OF_PRIMITIVE, meaning_of
-from jaxdist.specs import (
-    STACKED,
-    PyTree,
-    batch_spec,
-    map_specs,
-    named_leaves,
-    shard_count,
-    shard_of,
-    without_idle,
-)
+from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, named_leaves, shard_count, shard_of, without_idle
 
 ROWS = 1009  # of the microbatch that is traced: a prime, by which the bytes of nothing else can be divided
 EMBED, BLOCKS, HEAD = UNITS = ("embed", STACKED, "head")
@@ -134,7 +125,9 @@ def trace_microbatch(
     jaxpr = without_dead_code(jax.make_jaxpr(mapped)(model.shapes, batch))
     rows = jax.tree.leaves(batch)[0].shape[0] // batch_shards(mesh)
     whole = {
-        name: math.prod(leaf.shape) // shard_count(spec, mesh) * (1 if (shard := shard_of(spec)) is None else shard.parts(mesh))
+        name: math.prod(leaf.shape)
+        // shard_count(spec, mesh)
+        * (1 if (shard := shard_of(spec)) is None else shard.parts(mesh))
         for name, spec, leaf in named_leaves(specs, model.shapes)
     }
     h = sum(math.prod(each.shape) * each.dtype.itemsize for each in between[:1]) / rows

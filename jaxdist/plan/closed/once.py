@@ -30,7 +30,9 @@ def once_a_step(
     """
     sync, reduce, found = options.grad_sync, options.precision.reduce, list[Sent]()
 
-    def add(what: str, axes: tuple[str, ...], operation: str, elements: int, dtype: Any, how: Any, times: int = 1) -> None:
+    def add(
+        what: str, axes: tuple[str, ...], operation: str, elements: int, dtype: Any, how: Any, times: int = 1
+    ) -> None:
         found.append(call(operation, elements, dtype, axes, sizes, how).sent(axes, sizes, ONCE, what, (times,)))
 
     for each in shares:
@@ -54,7 +56,7 @@ def once_a_step(
 
 
 def _sums(trained: Sequence[Share], sizes: Sizes, options: StepOptions, *, in_backward: bool) -> Iterator[Sent]:
-    """The sums of `grad_sync.finish`, bucket by bucket: at the end of the step, and those of each block's gradients that
+    """The sums of `grad_sync.finish`, bucket by bucket: at the end of the step, and of each block those gradients that
     travel in the backward pass."""
     sync, itemsize = options.grad_sync, jnp.dtype(options.precision.reduce).itemsize
     early = set[tuple[str, ...]]()
