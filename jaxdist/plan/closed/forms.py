@@ -110,11 +110,11 @@ def microbatches_of(
         form,
         count,
     )
-    return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))  # type: ignore[no-any-return]
+    return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))
 
 
 def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form) -> Config:
-    """The configuration of a step of one microbatch and one stage, which gathers and reduces each parameter at each use."""
+    """A step of one microbatch and one stage, which gathers and reduces each parameter at each use."""
     mesh, parallel = config.mesh, config.parallel
     strategy = parallel.strategy if moves.gather_each else "zero3"
     chunk = {} if form.samples or not hasattr(config.model, "loss_chunk") else {"loss_chunk": 0}

@@ -71,7 +71,7 @@ class Known:
                 for name, spec, leaf in named_leaves(specs, model.shapes)
             )
 
-        return self.get(("leaves", *model_key(config), *placing_key(config)), make)  # type: ignore[no-any-return]
+        return self.get(("leaves", *model_key(config), *placing_key(config)), make)
 
 
 def placing_key(config: Config) -> tuple[Any, ...]:
