@@ -116,7 +116,8 @@ def microbatches_of(
 def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form) -> Config:
     """A step of one microbatch and one stage, which gathers and reduces each parameter at each use."""
     mesh, parallel = config.mesh, config.parallel
-    strategy = parallel.strategy if moves.gather_each else "zero3"
+    own = moves.gather_each or form.prefetch  # which cuts a head that is gathered, and none that is whole
+    strategy = parallel.strategy if own else "zero3"
     chunk = {} if form.samples or not hasattr(config.model, "loss_chunk") else {"loss_chunk": 0}
     known = {field.name for field in fields(config.model)}
     return replace(
