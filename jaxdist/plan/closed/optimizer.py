@@ -1,4 +1,4 @@
-"""What the optimizer sends: Muon's exchanges, which are in the step's own program, and what the compiler adds around it."""
+"""What the optimizer sends: Muon's exchanges, which are in the step's own program, and what the compiler adds."""
 
 import math
 from collections import Counter
@@ -44,8 +44,9 @@ def added_by_compiler(config: Config, known: Known) -> list[Sent]:
     """An estimate of what the compiler adds in the global region, where the optimizer works on whole arrays.
 
     These are sums of numbers over the shards of a parameter: for the norm of the gradients, which metrics and clipping
-    need, and for Adafactor's means. Elementwise optimizers need none, and Muon's own exchanges are no additions. The
-    compiler merges some of them, so that this is up to some hundred bytes too much.
+    need, and for Adafactor's means. Elementwise optimizers need none, and Muon's own exchanges are no additions. In two
+    layouts of a tiny model, compiled for CPUs, norms sent 180 and 192 bytes where this says 156 and 192, and Adafactor,
+    which had no matrix large enough to be factored, 660 and 696 where this says 432 and 528.
     """
     sizes, optimizer = dict(zip(AXES, mesh_sizes(config), strict=True)), config.optimizer
     frozen = jax.tree.leaves(fitting(known.model(config).shapes, optimizer.frozen, key="optimizer.freeze"))
@@ -64,7 +65,8 @@ def added_by_compiler(config: Config, known: Known) -> list[Sent]:
             for dim, each in enumerate(axes[lead:], lead):
                 numbers[tuple(axis for axis in each if sizes[axis] > 1)] += math.prod(local) // local[dim]
     found = []
-    for axes_of, count in numbers.items():
+    for spread, count in numbers.items():
+        axes_of = tuple(sorted(spread, key=AXES.index))
         n = math.prod(sizes[axis] for axis in axes_of)
         if n > 1 and count:
             wire = wire_bytes("psum", count * jnp.dtype(jnp.float32).itemsize, n)
