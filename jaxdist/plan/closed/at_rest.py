@@ -16,7 +16,7 @@ from jaxdist.optim import leave_out, only_trained
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import order_of_blocks
-from jaxdist.plan.closed.leaves import Known, Leaf, of_placing, model_key, planned_mesh
+from jaxdist.plan.closed.leaves import Known, Leaf, model_key, placing_key, planned_mesh
 from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.traced.liveness import peak_bytes
 from jaxdist.precision.loss_scale import fresh_guard
@@ -72,7 +72,7 @@ class _Mirror(NamedTuple):
 
 def at_rest(config: Config, known: Known) -> AtRest:
     """See `AtRest`. The model must have blocks."""
-    layout = (*model_key(config), *of_placing(config), config.parallel.grad_sync.deterministic)
+    layout = (*model_key(config), *placing_key(config))
     key = ("at rest", *layout, config.optimizer, config.train.ema, config.memory.offload.optimizer)
     found: AtRest = known.get(key, lambda: _at_rest(config, known))
     return found

@@ -27,7 +27,7 @@ NATIVE = {"all_reduce": "psum", "all_gather": "all_gather", "reduce_scatter": "r
 
 
 class Call(NamedTuple):
-    """A collective call. messages: of which `wire_bytes` is the mean. by_stage: bytes on each stage, if these differ."""
+    """A collective call. messages: of `wire_bytes` in the mean. by_stage: bytes on each stage, if these differ."""
 
     op: str
     messages: int

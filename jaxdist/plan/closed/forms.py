@@ -2,12 +2,12 @@
 
 import functools
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from jaxdist.build import prefetches_on, step_options
 from jaxdist.build import form_of as context_form_of
+from jaxdist.build import prefetches_on, step_options
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.sections.grad_sync import GradSync
@@ -41,17 +41,17 @@ class Form(NamedTuple):
     samples: int
 
 
-def form_of_step(config: Config, known: Known, samples: int) -> Form:
-    """The form of a step whose microbatches have so many samples on a device."""
+def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts, samples: int) -> Form:
+    """The form of a step whose microbatches have so many samples on a device. layers: of the model's stack."""
     parallel, stages = config.parallel, config.mesh.pipe
-    facts = ScheduleFacts.of(parallel.schedule)
     pipeline = facts.one_stage is False
     ring = config.mesh.context > 1 and stages > 1 and context_form_of(config) == "ring"
     prefetch = _prefetches(config, known)
-    layers = known.model(config).layers
     apart = prefetch or config.memory.remat == "sqrt"
     largest = max(parallel.stages, default=layers // (stages * parallel.chunks))
-    whole = samples if _chunked(config, samples) or _in_pieces(config) else 0
+    loss = (samples, config.data.seq_len, config.model.vocab, config.model.loss_chunk, config.precision, config.mesh)
+    chunked = known.get(("chunked", *loss), lambda: _chunked(config, samples))
+    whole = samples if chunked or _in_pieces(config) else 0
     masked = pipeline and (ring or not parallel.pipeline_cond)
     return Form(prefetch, pipeline, masked, facts.split_backward, largest if apart else 1, whole)
 
@@ -110,13 +110,14 @@ def microbatches_of(
         form,
         count,
     )
-    return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))  # type: ignore[no-any-return]
+    return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))
 
 
 def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form) -> Config:
-    """The configuration of a step of one microbatch and one stage, which gathers and reduces each parameter at each use."""
+    """A step of one microbatch and one stage, which gathers and reduces each parameter at each use."""
     mesh, parallel = config.mesh, config.parallel
-    strategy = parallel.strategy if moves.gather_each else "zero3"
+    own = moves.gather_each or form.prefetch  # which cuts a head that is gathered, and none that is whole
+    strategy = parallel.strategy if own else "zero3"
     chunk = {} if form.samples or not hasattr(config.model, "loss_chunk") else {"loss_chunk": 0}
     known = {field.name for field in fields(config.model)}
     return replace(

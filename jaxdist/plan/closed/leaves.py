@@ -71,7 +71,7 @@ class Known:
                 for name, spec, leaf in named_leaves(specs, model.shapes)
             )
 
-        return self.get(("leaves", *model_key(config), *of_placing(config)), make)
+        return self.get(("leaves", *model_key(config), *placing_key(config)), make)
 
 
 def of_layers(config: Config) -> tuple[Any, ...]:
@@ -87,10 +87,10 @@ def model_key(config: Config) -> tuple[Any, ...]:
     return (*of_layers(config), config.mesh.pipe, config.parallel.chunks, config.parallel.stages)
 
 
-def of_placing(config: Config) -> tuple[Any, ...]:
-    """What says, beside the model, where its parameters are."""
-    parallel = config.parallel
-    return (parallel.strategy, parallel.min_shard_bytes, parallel.grad_sync.wire_dtype, mesh_sizes(config))
+def placing_key(config: Config) -> tuple[Any, ...]:
+    """What decides how a strategy places parameters, beside the model."""
+    parallel, sync = config.parallel, config.parallel.grad_sync
+    return (parallel.strategy, parallel.min_shard_bytes, sync.wire_dtype, sync.deterministic, mesh_sizes(config))
 
 
 def mesh_sizes(config: Config) -> tuple[int, ...]:

@@ -10,20 +10,24 @@ What has no closed form is traced whole: see `_sends`.
 """
 
 import importlib
-from collections import Counter
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxdist.build import assemble, step_options, with_teacher
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES
 from jaxdist.model import ModelDef
+from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
 from jaxdist.parallel.strategies._sharded import Moves
-from jaxdist.plan.closed.calls import Sizes, call
+from jaxdist.plan.closed.calls import Call, Sizes, call
 from jaxdist.plan.closed.forms import Form, form_of_step, microbatches_of
-from jaxdist.plan.closed.leaves import Known, mesh_sizes, planned_mesh
-from jaxdist.plan.closed.microbatch import BLOCKS, EMBED, HEAD
+from jaxdist.plan.closed.leaves import Known, mesh_sizes, model_key, placing_key, planned_mesh
+from jaxdist.plan.closed.microbatch import BLOCKS, EMBED, HEAD, Activation, Parameter
 from jaxdist.plan.closed.once import once_a_step
 from jaxdist.plan.closed.optimizer import sent_by_optimizer
 from jaxdist.plan.closed.sent import Sent, merged
@@ -50,11 +54,24 @@ class Runs(NamedTuple):
     ring: bool = False
 
 
+class Entry(NamedTuple):
+    """What the files of a configuration's entries say.
+
+    moves: `sends` of the strategy. runs: `table` of the schedule, or its `sends`.
+    """
+
+    model: ModelDef
+    shares: tuple[Share, ...]
+    moves: Callable[[StepOptions], Moves]
+    runs: Callable[..., Any]
+    facts: ScheduleFacts
+
+
 class Each(NamedTuple):
     """What a unit sends each time that it runs: fixed bytes, and bytes for each sample of a microbatch."""
 
     unit: str
-    count: int
+    held: int
     second: bool
     op: str
     axes: tuple[str, ...]
@@ -71,34 +88,37 @@ def sends_of(config: Config, known: Known) -> list[Sent]:
 
     What the compiler adds around the optimizer is not in it: see `jaxdist.plan.closed.optimizer`.
     """
-    strategy, schedule = _sends(StrategyFacts.folder, config.parallel.strategy), _schedule(config)
-    runs_own = table_of(schedule) or _sends(SCHEDULES, schedule)
-    apart = config.distill.on or config.parallel.local.on
-    if strategy is None or runs_own is None or apart or not isinstance(known.model(config), ModelDef):
-        return _traced(config)
     mesh, parallel = config.mesh, config.parallel
-    batch = config.data.global_batch // (mesh.data * mesh.fsdp * mesh.expert)
-    microbatches = parallel.microbatches
-    if parallel.grad_sync.deterministic:
-        microbatches = parallel.grad_sync.virtual_shards // (mesh.data * mesh.fsdp * mesh.expert)
-    samples = batch // microbatches
-    form, shares = form_of_step(config, known, samples), shares_of(config, known)
-    sizes = dict(zip(AXES, mesh_sizes(config), strict=True))
-    in_backward = microbatches == 1 and ScheduleFacts.of(schedule).one_backward_pass
-    of_shares = (id(shares), parallel.strategy, parallel.grad_sync, form.prefetch)
-    key = ("once", *of_shares, config.optimizer.name, in_backward)
-    once = known.get(key, lambda: _once(config, known, shares, strategy, in_backward))
-    stages = (mesh.pipe, microbatches, parallel.chunks, parallel.stages, form.masked, form.rows)
-    layers = known.model(config).layers
-    runs = known.get(("runs", schedule, layers, *stages), lambda: _runs(config, microbatches, layers, runs_own, form))
+    key = (*model_key(config), *placing_key(config), config.optimizer.frozen, parallel.schedule, config.distill.on)
+    entry = known.get(("closed", *key, parallel.local.on), lambda: _entry(config, known))
+    if entry is None:
+        return _traced(config)
+    sync, shards = parallel.grad_sync, mesh.data * mesh.fsdp * mesh.expert
+    microbatches = sync.virtual_shards // shards if sync.deterministic else parallel.microbatches
+    samples = config.data.global_batch // (shards * microbatches)
+    form = form_of_step(config, known, entry.model.layers, entry.facts, samples)
+    once_key = ("once", id(entry), sync, form.prefetch, config.optimizer.name, microbatches == 1)
+    once = known.get(once_key, lambda: _once(config, known, entry, microbatches))
+    runs_key = ("runs", id(entry), microbatches, form.masked, form.rows)
+    runs = known.get(runs_key, lambda: _runs(config, microbatches, entry, form))
     kept = (config.memory.remat, parallel.reshard_after_forward)
-    make = lambda: _each(config, known, form, shares, strategy, tuple(runs.blocks))  # noqa: E731
-    each, h = known.get(("each", *of_shares, *kept, form, tuple(runs.blocks)), make)
+    each_key = ("each", id(entry), sync, *kept, form, tuple(runs.blocks))
+    each, h = known.get(each_key, lambda: _each(config, known, form, entry, tuple(runs.blocks)))
     return [*once, *_all_runs(each, runs, samples), *_between_stages(runs, h * samples, mesh.pipe)]
 
 
-def _schedule(config: Config) -> str:
-    return "pairwise" if config.parallel.grad_sync.deterministic else config.parallel.schedule
+def _entry(config: Config, known: Known) -> Entry | None:
+    """The entries of a configuration; None where one of them has no closed form."""
+    schedule = "pairwise" if config.parallel.grad_sync.deterministic else config.parallel.schedule
+    strategy, runs = (
+        _sends(StrategyFacts.folder, config.parallel.strategy),
+        table_of(schedule) or _sends(SCHEDULES, schedule),
+    )
+    model = known.model(config)
+    apart = config.distill.on or config.parallel.local.on
+    if strategy is None or runs is None or apart or not isinstance(model, ModelDef):
+        return None
+    return Entry(model, shares_of(config, known), strategy, runs, ScheduleFacts.of(schedule))
 
 
 def _sends(folder: str, name: str) -> Any:
@@ -106,88 +126,102 @@ def _sends(folder: str, name: str) -> Any:
     return getattr(importlib.import_module(name.rpartition(".")[0] or f"{folder}.{name}"), "sends", None)
 
 
-def _once(config: Config, known: Known, shares: tuple[Share, ...], strategy: Any, in_backward: bool) -> list[Sent]:
+def _once(config: Config, known: Known, entry: Entry, microbatches: int) -> list[Sent]:
     mesh = planned_mesh(config)
     options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
-    found = once_a_step(shares, sizes, options, strategy(options), in_backward=in_backward)
+    in_backward = microbatches == 1 and entry.facts.one_backward_pass
+    found = once_a_step(entry.shares, sizes, options, entry.moves(options), in_backward=in_backward)
     return merged([*found, *sent_by_optimizer(config, known, sizes)])
 
 
-def _runs(config: Config, microbatches: int, layers: int, own: Any, form: Form) -> Runs:
-    """The runs of a step. own: the table of a schedule, or its `sends`."""
-    stages, chunks, together = config.mesh.pipe, config.parallel.chunks, form.rows > 1
+def _runs(config: Config, microbatches: int, entry: Entry, form: Form) -> Runs:
+    """The runs of a step."""
+    stages, chunks, together, layers = config.mesh.pipe, config.parallel.chunks, form.rows > 1, entry.model.layers
     if not form.pipeline:
-        times = (own(microbatches),)
+        times = (entry.runs(microbatches),)
         return Runs({EMBED: times, HEAD: times}, {0: (times[0] * layers // form.rows,)})
-    ticks = own(stages, microbatches, chunks)
+    ticks = entry.runs(stages, microbatches, chunks)
     counts = config.parallel.stages or (layers // (stages * chunks),) * (stages * chunks)
+    sizes = set(counts)
+    held = form.rows if len(sizes) > 1 else 0  # as a condition, an empty row changes what is dead code
     if form.masked:
-        every = (ticks.length,) * stages
-        rows = 1 if together else max(counts)
-        second = max(1, ticks.weights.shape[2])
-        return Runs({EMBED: every, HEAD: every}, {0: (ticks.length * rows,) * stages}, second, ticks.length, chunks > 1)
+        every, rows = (ticks.length,) * stages, 1 if together else max(counts)
+        blocks, second = {held: (ticks.length * rows,) * stages}, max(1, ticks.weights.shape[2])
+        return Runs({EMBED: every, HEAD: every}, blocks, second, ticks.length, chunks > 1)
     first, last = (tuple(microbatches * (stage == end) for stage in range(stages)) for end in (0, stages - 1))
-    if together and len(set(counts)) > 1:
+    if together and held:
         of = lambda count, stage: sum(own == count for own in counts[stage::stages])  # noqa: E731
-        blocks = {n: tuple(microbatches * of(n, stage) for stage in range(stages)) for n in sorted(set(counts))}
+        blocks = {n: tuple(microbatches * of(n, stage) for stage in range(stages)) for n in sorted(sizes)}
     else:
         run = [len(counts[stage::stages]) if together else sum(counts[stage::stages]) for stage in range(stages)]
-        blocks = {0: tuple(microbatches * each for each in run)}
+        blocks = {held: tuple(microbatches * each for each in run)}
     return Runs({EMBED: first, HEAD: last}, blocks, 1, ticks.length, chunks > 1)
 
 
-def _each(
-    config: Config, known: Known, form: Form, shares: tuple[Share, ...], strategy: Any, counts: tuple[int, ...]
-) -> tuple[list[Each], float]:
+def _each(config: Config, known: Known, form: Form, entry: Entry, counts: tuple[int, ...]) -> tuple[list[Each], float]:
     """(what the units of a stage send each time that they run, bytes of a sample between two stages)."""
-    mesh = planned_mesh(config)
+    mesh, h = planned_mesh(config), 0.0
     options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
-    moves, found, h = strategy(options), Counter[tuple[Any, ...]](), 0.0
-    own = {share.name: share for share in shares}
+    moves, found = entry.moves(options), dict[tuple[Any, ...], np.ndarray]()
+    shares = {share.name: share for share in entry.shares}
+
+    def add(
+        of: Parameter | Activation,
+        place: tuple[int, bool],
+        op: str,
+        axes: tuple[str, ...],
+        what: str,
+        *,
+        fixed: float,
+        sample: float,
+        calls: float,
+    ) -> None:
+        size = math.prod(sizes[axis] for axis in axes)
+        key = (of.unit, *place, op, axes, size, of.phase, what)
+        found[key] = found.get(key, 0) + np.array([fixed, sample, calls])
+
     for count in counts:
-        for microbatch, second in microbatches_of(config, known, form, shares, moves, count):
-            h = microbatch.h
-            place = (count, second)
-            for p in microbatch.parameters:
-                if not (share := own[p.name]).axes or (count != counts[0] and p.unit != BLOCKS):
-                    continue
-                gathers = p.op == "all_gather"
-                if not (moves.gather_each if gathers else moves.reduce_each and share.trained):
-                    continue
-                elements = share.elements * p.times * (form.rows / share.rows if p.unit == BLOCKS else 1)
-                if gathers:
-                    one = call(p.op, 1, share.received, share.axes, sizes, {})
-                    nbytes = one.wire_bytes * elements
-                else:
-                    size = elements * share.parts / p.calls
-                    one = call(p.op, size, options.precision.reduce, share.axes, sizes, options.grad_sync.reduction)
-                    nbytes = one.wire_bytes * one.messages * p.calls
-                what = "parameters" if gathers else "gradients"
-                key = (p.unit, *place, one.op, share.axes, share.parts, p.phase, what)
-                found[key, 0] += nbytes
-                found[key, 2] += p.calls * one.messages
-            for a in microbatch.activations:
-                if count != counts[0] and a.unit != BLOCKS:
-                    continue
-                size = 1
-                for axis in a.axes:
-                    size *= sizes[axis]
-                key = (a.unit, *place, a.op, a.axes, size, a.phase, "activations")
-                found[key, 0] += wire_bytes(a.op, a.fixed, size) * a.calls
-                found[key, 1] += wire_bytes(a.op, a.row, size) * a.calls
-                found[key, 2] += a.calls
-    keys = dict.fromkeys(key for key, _ in found)
-    return [Each(*key, *(found[key, i] for i in range(3))) for key in keys], h
+        for microbatch, second in microbatches_of(config, known, form, entry.shares, moves, count):
+            h, place = microbatch.h, (count, second)
+            for each in microbatch.parameters if count == counts[0] else _of_blocks(microbatch.parameters):
+                share, rows = shares[each.name], form.rows if each.unit == BLOCKS else 1
+                one = _of_parameter(each, share, sizes, options, moves, rows=rows)
+                if one is not None:
+                    what = "parameters" if each.op == "all_gather" else "gradients"
+                    calls = each.calls * one.messages
+                    add(each, place, one.op, share.axes, what, fixed=one.wire_bytes * calls, sample=0.0, calls=calls)
+            for own in microbatch.activations if count == counts[0] else _of_blocks(microbatch.activations):
+                size = math.prod(sizes[axis] for axis in own.axes)
+                fixed, sample = (wire_bytes(own.op, nbytes, size) * own.calls for nbytes in (own.fixed, own.row))
+                add(own, place, own.op, own.axes, "activations", fixed=fixed, sample=sample, calls=own.calls)
+    return [Each(*key, *sums.tolist()) for key, sums in found.items()], h
+
+
+def _of_blocks(some: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each for each in some if each.unit == BLOCKS)
+
+
+def _of_parameter(
+    each: Parameter, share: Share, sizes: Sizes, options: StepOptions, moves: Moves, *, rows: int
+) -> Call | None:
+    """One of the calls with which a microbatch gathers a parameter or reduces its gradient; None: it does not. rows: of
+    it that run together."""
+    elements = share.elements * each.times * rows / share.rows / each.calls
+    if share.axes and each.op == "all_gather" and moves.gather_each:
+        return call("all_gather", elements, share.received, share.axes, sizes, {})
+    if share.axes and each.op != "all_gather" and moves.reduce_each:
+        how = options.grad_sync.reduction
+        return call("reduce_scatter", elements * share.parts, options.precision.reduce, share.axes, sizes, how)
+    return None
 
 
 def _all_runs(each: list[Each], runs: Runs, samples: int) -> list[Sent]:
     found = []
-    for one in each:
-        times = runs.blocks[one.count] if one.unit == BLOCKS else runs.units[one.unit]
-        factor = one.calls * (runs.second if one.second else 1)
-        nbytes = (one.fixed + one.sample * samples) / one.calls
-        calls = tuple(factor * each for each in times)
-        found.append(Sent(one.op, one.axes, one.size, nbytes, calls, one.phase, one.what))
+    for unit, held, second, op, axes, size, phase, what, fixed, sample, calls in each:
+        times = runs.blocks[held] if unit == BLOCKS else runs.units[unit]
+        factor = calls * runs.second if second else calls
+        of_stages = tuple([factor * own for own in times])
+        found.append(Sent(op, axes, size, (fixed + sample * samples) / calls, of_stages, phase, what))
     return found
 
 

@@ -9,7 +9,6 @@ Any `ModelDef` can be traced so, of somebody else's too.
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,6 +54,11 @@ class Parameter(NamedTuple):
     times: float
     calls: int
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All but how often."""
+        return self[:-2]
+
 
 class Activation(NamedTuple):
     """A collective of layers, with all its calls for a microbatch, of blocks for all rows that were traced.
@@ -70,6 +74,11 @@ class Activation(NamedTuple):
     row: float
     calls: int
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All but how often."""
+        return self[:-1]
+
 
 class Microbatch(NamedTuple):
     """What a microbatch sends. h: bytes of a row between two blocks, on one device."""
@@ -80,14 +89,17 @@ class Microbatch(NamedTuple):
 
     def minus(self, other: "Microbatch") -> "Microbatch":
         """What it sends more than another one, whose collectives are a part of its own."""
-        times, calls = ({each[:4]: each[i] for each in other.parameters} for i in (4, 5))
-        parameters = [
-            each._replace(times=each.times - times.get(each[:4], 0), calls=each.calls - calls.get(each[:4], 0))
-            for each in self.parameters
-        ]
-        calls = {each[:6]: each.calls for each in other.activations}
-        activations = [each._replace(calls=each.calls - calls.get(each[:6], 0)) for each in self.activations]
-        return Microbatch(*(tuple(each for each in some if each.calls) for some in (parameters, activations)), self.h)
+        both: tuple[Any, ...] = (*other.parameters, *other.activations)
+        of_other = {each.key: each for each in both}
+        parameters, activations = list[Parameter](), list[Activation]()
+        for parameter in self.parameters:
+            less = of_other.get(parameter.key, parameter._replace(times=0.0, calls=0))
+            times, calls = parameter.times - less.times, parameter.calls - less.calls
+            parameters += [parameter._replace(times=times, calls=calls)] if calls else []
+        for activation in self.activations:
+            calls = activation.calls - (of_other[activation.key].calls if activation.key in of_other else 0)
+            activations += [activation._replace(calls=calls)] if calls else []
+        return Microbatch(tuple(parameters), tuple(activations), self.h)
 
 
 def one_tick(places: int) -> Callable[[int, int, int], Ticks]:
@@ -152,27 +164,34 @@ def _read(
     jaxpr: Any, mesh: AnyMesh, whole: dict[str, int], *, rows: int
 ) -> tuple[tuple[Parameter, ...], tuple[Activation, ...]]:
     """The collectives of a microbatch, equal ones together. whole: elements of a parameter before it is sharded."""
-    parameters, activations = Counter[tuple[str, ...]](), Counter[tuple[Any, ...]]()
-    calls_of = Counter[tuple[str, ...]]()
+    parameters, activations = dict[Any, Parameter](), dict[Any, Activation]()
 
     def size(each: Reached) -> float:
         return float(sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in each.equation.invars))
 
     for each in reached(jaxpr, outermost(jaxpr, mesh.shape), lambda equation: bool(moving_axes(equation)), size):
-        calls, op = int(each.scope.calls.max()), OP_OF_PRIMITIVE[each.equation.primitive.name]
+        calls, op, axes = (
+            int(each.scope.calls.max()),
+            OP_OF_PRIMITIVE[each.equation.primitive.name],
+            moving_axes(each.equation),
+        )
         unit = next((name for name in UNITS if _MARK + name in each.names), "")
         phase, purpose = meaning_of(op, each.names.replace(_MARK + unit, ""), set(whole))
         name = purpose.removeprefix(GRADIENT)
-        unit = BLOCKS if (name if name in whole else purpose.rpartition(" ")[2]).startswith(BLOCKS) else unit or EMBED
+        in_blocks = (name if name in whole else purpose.rpartition(" ")[2]).startswith(BLOCKS)
+        unit = BLOCKS if in_blocks else unit or EMBED
+        if not calls:
+            continue
         if name in whole:
-            key = unit, name, op, phase
             elements = sum(math.prod(x.aval.shape) for x in each.equation.invars) * calls
-            parts = math.prod(mesh.shape[axis] for axis in moving_axes(each.equation)) if op == "all_gather" else 1
-            parameters[key] += elements * parts / whole[name]  # type: ignore[assignment]
-            calls_of[key] += calls
-        elif calls:
-            nbytes = int(size(each))
+            parts = math.prod(mesh.shape[axis] for axis in axes) if op == "all_gather" else 1
+            parameter = Parameter(unit, name, op, phase, elements * parts / whole[name], calls)
+            old = parameters.get(parameter.key, parameter._replace(times=0.0, calls=0))
+            parameters[parameter.key] = parameter._replace(times=old.times + parameter.times, calls=old.calls + calls)
+        else:
+            nbytes = round(size(each))
             fixed, row = (0, nbytes / rows) if nbytes % rows == 0 else (nbytes, 0.0)
-            activations[unit, op, moving_axes(each.equation), phase, fixed, row] += calls
-    of_parameters = tuple(Parameter(*key, times, calls_of[key]) for key, times in parameters.items() if times)
-    return of_parameters, tuple(Activation(*key, calls) for key, calls in activations.items())
+            activation = Activation(unit, op, axes, phase, fixed, row, calls)
+            before = activations[activation.key].calls if activation.key in activations else 0
+            activations[activation.key] = activation._replace(calls=before + calls)
+    return tuple(parameters.values()), tuple(activations.values())

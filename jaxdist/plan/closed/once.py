@@ -56,7 +56,7 @@ def once_a_step(
 
 
 def _sums(trained: Sequence[Share], sizes: Sizes, options: StepOptions, *, in_backward: bool) -> Iterator[Sent]:
-    """The sums of `grad_sync.finish`, bucket by bucket: at the end of the step, and those of each block's gradients that
+    """The sums of `grad_sync.finish`, bucket by bucket: at the end of the step, and of each block those gradients that
     travel in the backward pass."""
     sync, itemsize = options.grad_sync, jnp.dtype(options.precision.reduce).itemsize
     early = set[tuple[str, ...]]()

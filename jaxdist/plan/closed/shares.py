@@ -75,4 +75,4 @@ def shares_of(config: Config, known: Known) -> tuple[Share, ...]:
             )
         return tuple(found)
 
-    return known.get(("shares", id(leaves), config.optimizer.frozen), make)  # type: ignore[no-any-return]
+    return known.get(("shares", id(leaves), config.optimizer.frozen), make)
