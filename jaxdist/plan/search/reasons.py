@@ -1,5 +1,6 @@
 """The reasons of a plan: why the nearest others lost, and what would have to be true for another to win."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -81,12 +82,12 @@ def turns(config: Config, found: Search, tie: Tie, known: Known) -> list[Turn]:
     inside = {each.layout for each in tie.members}
     among = [each.layout for each in (*found.fitting, *found.tight)]
     turned = list[Turn]()
-    for what, cluster in _clusters(found.cluster):
-        if any(each.what.startswith(what.partition(" x ")[0].rsplit(" ", 1)[0]) for each in turned):
-            continue  # a smaller factor has turned it already
-        winner = _winner(config, cluster, among, known)
-        if winner is not None and winner.layout not in inside:
-            turned.append(Turn(what, winner))
+    for changes in _clusters(found.cluster):
+        for what, cluster in changes:
+            winner = _winner(config, cluster, among, known)
+            if winner is not None and winner.layout not in inside:
+                turned.append(Turn(what, winner))
+                break  # a smaller change is enough
     for factor in (2, 4):
         larger = changed(config, {"data.global_batch": factor * config.data.global_batch})
         winner = _winner(larger, found.cluster, among, known)
@@ -101,28 +102,33 @@ def _winner(config: Config, cluster: Cluster, among: Iterable[Layout], known: Kn
     return tie_of(found.fitting, cluster.spread).winner if found.fitting else None
 
 
-def _clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """(in words, a cluster that differs in one thing), small changes first."""
+def _clusters(cluster: Cluster) -> Iterator[list[tuple[str, Cluster]]]:
+    """Lists of changes of one thing, the small changes first: (in words, the changed cluster)."""
+    far, near = cluster.between, cluster.inside
     if cluster.hosts > 1:
-        far = cluster.between
-        for factor in FACTORS:
-            yield (
-                f"a link between hosts {factor} x as fast ({8e-9 * factor * far.bytes_per_s:.4g} Gbit/s)",
+        rate = 8e-9 * far.bytes_per_s
+        yield [
+            (
+                f"a link between hosts {factor} x as fast ({factor * rate:.4g} Gbit/s)",
                 cluster._replace(between=far._replace(bytes_per_s=factor * far.bytes_per_s)),
             )
-        for factor in FACTORS:
-            yield (
-                f"a link between hosts slower {factor} x ({8e-9 * far.bytes_per_s / factor:.4g} Gbit/s)",
+            for factor in FACTORS
+        ]
+        yield [
+            (
+                f"a link between hosts 1/{factor} as fast ({rate / factor:.4g} Gbit/s)",
                 cluster._replace(between=far._replace(bytes_per_s=far.bytes_per_s / factor)),
             )
+            for factor in FACTORS
+        ]
     if cluster.per_host > 1:
-        near = cluster.inside
-        for factor in FACTORS:
-            yield (
-                f"links inside a host slower {factor} x ({near.bytes_per_s / factor / 1e9:.4g} GB/s)",
+        yield [
+            (
+                f"links inside a host 1/{factor} as fast ({near.bytes_per_s / factor / 1e9:.4g} GB/s)",
                 cluster._replace(inside=near._replace(bytes_per_s=near.bytes_per_s / factor)),
             )
-    yield (
-        f"memory 2 x as large ({format_bytes(2 * cluster.memory)} usable)",
-        cluster._replace(memory=2 * cluster.memory),
-    )
+            for factor in FACTORS
+        ]
+    if cluster.memory < math.inf:
+        twice = f"memory 2 x as large ({format_bytes(2 * cluster.memory)} usable)"
+        yield [(twice, cluster._replace(memory=2 * cluster.memory))]
