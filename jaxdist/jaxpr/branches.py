@@ -22,6 +22,7 @@ from jaxdist.jaxpr.walk import equations, inner_jaxprs, names_at, opened, scan_o
 
 AXIS = "pipe"  # devices with the same coordinate on this axis take the same branches
 LARGEST = 1 << 16  # elements: the values of larger arrays are not computed
+ROWS = 1 << 8  # the longest `iota` that is computed: the numbers of a stage's rows, which may hold no block
 MOST_ELEMENTS = 1 << 22  # contexts times elements: with more, the rounds of a loop are counted but not told apart
 
 
@@ -68,7 +69,9 @@ class Scope(NamedTuple):
             self.known[outputs[0]] = Value(self.stage.astype(outputs[0].aval.dtype), True)
             return
         values = [operand for operand in operands if operand is not None]
-        if len(values) < len(operands) or not operands or not all(map(_small, outputs)):
+        if len(values) < len(operands) or not all(map(_small, outputs)):
+            return
+        if not operands and not (name == "iota" and math.prod(outputs[0].aval.shape) <= ROWS):
             return
         if name in SILENT:  # the results are the operands, with another type
             self.known.update(zip(outputs, values, strict=True))

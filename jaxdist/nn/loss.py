@@ -33,8 +33,8 @@ Projection = tuple[jax.Array, ...]  # (table [V, D],), or with the bias [V] of t
 OfChunk = Callable[[jax.Array, Projection, PyTree, PyTree], jax.Array]  # (h, projection, rows, fixed) -> a sum
 
 
-def loss_chunk(h_BSD: jax.Array, table_VD: jax.Array, asked: int | None) -> int:
-    """The number of tokens of a chunk; 0: no chunks.
+def loss_chunk(h_BSD: Any, table_VD: Any, asked: int | None) -> int:
+    """The number of tokens of a chunk; 0: no chunks. The arrays may be ShapeDtypeStructs.
 
     asked: the value of `model.loss_chunk`. None cuts logits above `WHOLE_BYTES` into chunks of at most that.
     """

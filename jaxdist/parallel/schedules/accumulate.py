@@ -18,6 +18,11 @@ from jaxdist.specs import PyTree
 FACTS = ScheduleFacts(one_stage=True, chunks=False, deterministic=True, one_backward_pass=True)
 
 
+def sends(microbatches: int) -> int:
+    """How often a step runs the model, forward and backward."""
+    return microbatches
+
+
 def run_microbatch(
     program: Program,
     diff: PyTree,

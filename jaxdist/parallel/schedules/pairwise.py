@@ -20,6 +20,11 @@ from jaxdist.specs import PyTree
 FACTS = ScheduleFacts(one_stage=True, chunks=False, power_of_two=True, deterministic=True)
 
 
+def sends(microbatches: int) -> int:
+    """How often a step runs the model, forward and backward."""
+    return microbatches
+
+
 def pairwise(
     program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Seed, reduce_dtype: Any
 ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:

@@ -13,6 +13,7 @@ of gradients are then all-reduced over `data` (hybrid sharding).
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -31,16 +32,22 @@ from jaxdist.parallel.strategy import (
 from jaxdist.specs import PyTree, map_specs, named_leaves, shard_of, spec_structure
 
 
-def sharded(options: StrategyOptions, *, gather_each: bool, reduce_each: bool) -> Strategy:
-    """A strategy whose parameters are shards (`specs.shard_of`).
+class Moves(NamedTuple):
+    """When a strategy moves its shards, which a file of this folder says by `sends`. For ddp there are none.
 
     gather_each: whether a unit is all-gathered where it is used, for the backward pass again; else all units at the
     start of a step.
     reduce_each: whether the gradient of a unit is reduce-scattered as the backward pass makes it, once a microbatch;
     else all gradients at the end of a step.
     """
-    # A sum over microbatches that came after a sum over devices would depend on the number of devices.
-    reduce_each = reduce_each and not options.grad_sync.deterministic
+
+    gather_each: bool
+    reduce_each: bool
+
+
+def sharded(options: StrategyOptions, moves: Moves) -> Strategy:
+    """A strategy whose parameters are shards (`specs.shard_of`)."""
+    gather_each, reduce_each = moves
 
     def begin(params: PyTree, specs: PyTree, stacked: str | None) -> tuple[PyTree, PyTree]:
         shards, nothing = begin_varying(params, specs, stacked)

@@ -6,12 +6,17 @@ The least communication for gradient accumulation, at the price of a whole copy 
 
 from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.parallel.strategies._sharded import sharded
+from jaxdist.parallel.strategies._sharded import Moves, sharded
 from jaxdist.parallel.strategy import Strategy
 
 FACTS = StrategyFacts(sharded=True, next="zero2")
 
 
+def sends(options: StrategyOptions) -> Moves:
+    """Gathers once a step, reduce-scatters once a step."""
+    return Moves(gather_each=False, reduce_each=False)
+
+
 def zero1(options: StrategyOptions) -> Strategy:
-    """Gathers once a step, reduce-scatters once a step: see `sharded`."""
-    return sharded(options, gather_each=False, reduce_each=False)
+    """As `sends` says: see `sharded`."""
+    return sharded(options, sends(options))

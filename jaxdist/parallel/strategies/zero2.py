@@ -5,12 +5,18 @@ In deterministic mode gradients stay whole until the end of a step, as in ZeRO-1
 
 from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.parallel.strategies._sharded import sharded
+from jaxdist.parallel.strategies._sharded import Moves, sharded
 from jaxdist.parallel.strategy import Strategy
 
 FACTS = StrategyFacts(sharded=True, next="zero3")
 
 
+def sends(options: StrategyOptions) -> Moves:
+    """Gathers once a step, reduce-scatters at each use."""
+    # A sum over microbatches that came after a sum over devices would depend on the number of devices.
+    return Moves(gather_each=False, reduce_each=not options.grad_sync.deterministic)
+
+
 def zero2(options: StrategyOptions) -> Strategy:
-    """Gathers once a step, reduce-scatters at each use: see `sharded`."""
-    return sharded(options, gather_each=False, reduce_each=True)
+    """As `sends` says: see `sharded`."""
+    return sharded(options, sends(options))

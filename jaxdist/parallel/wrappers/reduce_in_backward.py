@@ -9,7 +9,7 @@ the step:
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,10 +76,21 @@ def _fills_buckets(blocks: PyTree, specs: PyTree, *, options: StrategyOptions) -
     size: Counter[tuple[str, ...]] = Counter()
     for spec, leaf in zip(spec_leaves(specs), jax.tree.leaves(blocks), strict=True):
         size[_axes(spec)] += leaf.size // leaf.shape[0] * jnp.dtype(options.precision.reduce).itemsize
-    least, shards = options.grad_sync.bucket_mb * 2**20, set(active_axes(SHARD_AXES))
-    beside = lambda axes: options.prefetch and shards and not shards & set(axes)  # noqa: E731
-    full = {axes for axes, nbytes in size.items() if axes and (nbytes >= least or beside(axes))}
+    full = summed_in_backward(size, options, shards=active_axes(SHARD_AXES))
     return map_specs(lambda spec, _: _axes(spec) in full, specs, blocks)
+
+
+def summed_in_backward(
+    size: Mapping[tuple[str, ...], int], options: StrategyOptions, *, shards: Sequence[str]
+) -> set[tuple[str, ...]]:
+    """The axes over which a block's gradients are summed during the backward pass.
+
+    size: bytes of one block's gradients, by the axes over which they are summed. shards: those of `SHARD_AXES` that
+    are on.
+    """
+    least = options.grad_sync.bucket_mb * 2**20
+    beside = lambda axes: options.prefetch and shards and not set(shards) & set(axes)  # noqa: E731
+    return {axes for axes, nbytes in size.items() if axes and (nbytes >= least or beside(axes))}
 
 
 def _axes(spec: P) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ class Known:
         def make() -> Any:
             return make_model(config, precision_of(config.precision), stages=config.mesh.pipe, training=True)
 
-        return self.get(("model", *_of_the_model(config)), make)
+        return self.get(("model", *model_key(config)), make)
 
     def leaves(self, config: Config) -> tuple[Leaf, ...]:
         """The parameters of a configuration, in the order of its tree. The model must have blocks (`ModelDef`)."""
@@ -71,11 +71,17 @@ class Known:
                 for name, spec, leaf in named_leaves(specs, model.shapes)
             )
 
-        placing = (config.parallel.strategy, config.parallel.min_shard_bytes, mesh_sizes(config))
-        return self.get(("leaves", *_of_the_model(config), *placing), make)
+        return self.get(("leaves", *model_key(config), *placing_key(config)), make)
 
 
-def _of_the_model(config: Config) -> tuple[Any, ...]:
+def placing_key(config: Config) -> tuple[Any, ...]:
+    """What decides how a strategy places parameters, beside the model."""
+    parallel = config.parallel
+    whole = parallel.grad_sync.wire_dtype == "int8"  # over pipe: see `wrappers.shard_over_pipe`
+    return (parallel.strategy, parallel.min_shard_bytes, config.mesh, whole, parallel.grad_sync.deterministic)
+
+
+def model_key(config: Config) -> tuple[Any, ...]:
     """What `make_model` reads of a configuration that may differ between candidates of a search."""
     mesh, parallel = config.mesh, config.parallel
     form = () if mesh.context == 1 else (parallel.context, mesh.context, mesh.tensor)

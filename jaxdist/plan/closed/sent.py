@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Sent(NamedTuple):
@@ -10,10 +10,10 @@ class Sent(NamedTuple):
 
     op: psum, all_gather, reduce_scatter, ppermute or all_to_all, as in `jaxdist.plan.traced.ledger`.
     axes: of the mesh. group_size: devices that take part.
-    wire_bytes: of one call, what a device sends (`jaxdist.plan.traced.ledger.wire_bytes`).
+    wire_bytes: of one call, what a device sends (`jaxdist.plan.traced.ledger.wire_bytes`); a mean, where they differ.
     calls: in a step, on each stage of a pipeline; one number without one.
     phase: forward, backward, recompute or once a step.
-    what: "parameters", "gradients", "activations" or "metrics", for the sums of a plan.
+    what: "parameters", "gradients", "activations", "metrics" or "optimizer", for the sums of a plan.
     """
 
     op: str
@@ -39,3 +39,18 @@ def bytes_by_axes(sent: Iterable[Sent]) -> dict[tuple[str, ...], float]:
         if (size := on(each, busiest)) > 0:
             found[each.axes] += size  # type: ignore[assignment]
     return dict(found.most_common())
+
+
+def merged(sent: Iterable[Sent]) -> list[Sent]:
+    """The same, with one entry for all that differ in bytes and calls only."""
+    found: dict[tuple[Any, ...], list[Sent]] = {}
+    for each in sent:
+        found.setdefault((*each[:3], *each[5:], len(each.calls)), []).append(each)
+
+    def one(some: list[Sent]) -> Sent:
+        calls = [sum(stage) for stage in zip(*(each.calls for each in some), strict=True)]
+        sizes = [sum(x) for x in zip(*([n * each.wire_bytes for n in each.calls] for each in some), strict=True)]
+        mean = max(sizes) / max(1, max(calls))
+        return some[0]._replace(wire_bytes=mean, calls=tuple(size / mean if mean else 0 for size in sizes))
+
+    return [one(some) if len(some) > 1 else some[0] for some in found.values()]

@@ -263,7 +263,7 @@ def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
     return (np.arange(math.prod(shape)) // devices_per_host).reshape(shape)
 
 
-def wire_bytes(op: str, nbytes: int, n: int) -> float:
+def wire_bytes(op: str, nbytes: float, n: int) -> float:
     """Bytes that each of n devices sends for one call with an input of `nbytes`; or elements, if given elements."""
     share = {"psum": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
     return nbytes * share.get(op, 1)
@@ -276,7 +276,7 @@ def _collective(each: Reached, *, mesh: AnyMesh, hosts: np.ndarray, parameters: 
     groups = equation.params.get("axis_index_groups")
     n = len(groups[0]) if groups else math.prod(mesh.shape[axis] for axis in axes)
     nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
-    phase, purpose = _meaning(op, each.names, parameters)
+    phase, purpose = meaning_of(op, each.names, parameters)
     stages, used = scope.calls, _USED.search(each.names)
     if axes == (AXIS,) and op == "ppermute":  # a stage that is in no pair sends to nobody
         senders = [source for source, _ in equation.params["perm"]]
@@ -309,7 +309,7 @@ def _link(axes: tuple[str, ...], mesh: AnyMesh, hosts: np.ndarray) -> str:
     return BETWEEN if (groups != groups[:, :1]).any() else INSIDE
 
 
-def _meaning(op: str, names: str, parameters: set[str]) -> tuple[str, str]:
+def meaning_of(op: str, names: str, parameters: set[str]) -> tuple[str, str]:
     """(phase, purpose) of a collective, by the named scopes around it."""
     phase, name = phase_of(names), scope_of(names)
     for send, meaning in SENDS.items():

@@ -1,0 +1,166 @@
+"""Forms of microbatches: what of a configuration decides what a microbatch sends, and the traces that tell it."""
+
+import functools
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import jax
+
+from jaxdist.build import form_of as context_form_of
+from jaxdist.build import prefetches_on, step_options
+from jaxdist.config.entries import ScheduleFacts
+from jaxdist.config.schema import Config, MeshConfig
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.model import ModelDef
+from jaxdist.nn.loss import loss_chunk
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.strategies._sharded import Moves
+from jaxdist.plan.closed.leaves import Known, model_key, planned_mesh
+from jaxdist.plan.closed.microbatch import ROWS, Microbatch, trace_microbatch
+from jaxdist.plan.closed.shares import Share
+from jaxdist.plan.compiled.memory import batch_of
+from jaxdist.precision.policy import precision_of
+from jaxdist.specs import STACKED, Shard, named_leaves, shard_of
+
+
+class Form(NamedTuple):
+    """What a microbatch depends on, beside the model, the axes of layers and the keys of `_layers_key`.
+
+    prefetch, pipeline: whether blocks are gathered ahead, and run by a pipeline.
+    masked: whether stages compute what is not their work, too. halves: whether the backward pass is split.
+    rows: of stacked blocks that are run together, if what they send is not so many times what one sends; else 1.
+    samples: of a microbatch on one device, if what they send is not affine in their number; else 0.
+    """
+
+    prefetch: bool
+    pipeline: bool
+    masked: bool
+    halves: bool
+    rows: int
+    samples: int
+
+
+def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts, samples: int) -> Form:
+    """The form of a step whose microbatches have so many samples on a device. layers: of the model's stack."""
+    parallel, stages = config.parallel, config.mesh.pipe
+    pipeline = facts.one_stage is False
+    ring = config.mesh.context > 1 and stages > 1 and context_form_of(config) == "ring"
+    prefetch = _prefetches(config, known)
+    apart = prefetch or config.memory.remat == "sqrt"
+    largest = max(parallel.stages, default=layers // (stages * parallel.chunks))
+    loss = (samples, config.data.seq_len, config.model.vocab, config.model.loss_chunk, config.precision, config.mesh)
+    chunked = known.get(("chunked", *loss), lambda: _chunked(config, samples))
+    whole = samples if chunked or _in_pieces(config) else 0
+    masked = pipeline and (ring or not parallel.pipeline_cond)
+    return Form(prefetch, pipeline, masked, facts.split_backward, largest if apart else 1, whole)
+
+
+def _prefetches(config: Config, known: Known) -> bool:
+    parallel, model = config.parallel, config.model
+    if parallel.prefetch is not None:
+        return bool(parallel.prefetch)
+    keys = (parallel.strategy, parallel.schedule, parallel.reshard_after_forward, parallel.stages, parallel.grad_sync)
+    key = ("prefetch", *keys, config.memory.remat, model.name, model.scan_blocks, config.mesh)
+    return bool(known.get(key, lambda: prefetches_on(config, planned_mesh(config))))
+
+
+def _chunked(config: Config, samples: int) -> bool:
+    """Whether the loss is computed in chunks of tokens, the last of which may be padded."""
+    if config.model.vocab is None or config.mesh.tensor == 1:
+        return False
+    h = jax.ShapeDtypeStruct(
+        (samples, config.data.seq_len // config.mesh.context, 1), precision_of(config.precision).compute
+    )
+    table = jax.ShapeDtypeStruct((config.model.vocab // config.mesh.tensor, 1), h.dtype)
+    return bool(loss_chunk(h, table, config.model.loss_chunk))
+
+
+def _in_pieces(config: Config) -> bool:
+    moe = getattr(config.model, "moe", None)
+    return moe is not None and moe.on and moe.dispatch == "capacity" and moe.pieces > 1
+
+
+def microbatches_of(
+    config: Config, known: Known, form: Form, shares: tuple[Share, ...], moves: Moves, count: int
+) -> list[tuple[Microbatch, bool]]:
+    """(what a microbatch of a configuration sends, whether in the second half of a split backward pass): one or two.
+
+    count: of the rows that are run together, those that hold a block, if the others are skipped; else 0.
+    """
+    parallel, fsdp = config.parallel, config.mesh.fsdp
+    least = parallel.min_shard_bytes
+    # The size of `fsdp` does not matter where it splits the same parameters.
+    for size, smallest in ((2 if fsdp % 2 == 0 or fsdp == 1 else fsdp, least if form.prefetch else 0), (fsdp, least)):
+        alone = _one_microbatch(config, size, smallest, moves, form)
+        mesh, model = planned_mesh(alone), known.model(alone)
+        options = replace(step_options(alone, mesh), prefetch=int(form.prefetch), pipeline_cond=not form.masked)
+        specs = get_strategy(options).place(model.shapes, model.specs, mesh)
+        split = {name: shard_of(spec) for name, spec in named_leaves(specs)}
+        if all(_same(share, split[share.name], form) for share in shares):
+            break
+    kept = (config.memory.remat, parallel.reshard_after_forward, parallel.grad_sync.deterministic)
+    key = (
+        *model_key(alone),
+        alone.mesh,
+        smallest,
+        alone.parallel.strategy,
+        *kept,
+        config.optimizer.frozen,
+        form,
+        count,
+    )
+    return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))
+
+
+def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form) -> Config:
+    """A step of one microbatch and one stage, which gathers and reduces each parameter at each use."""
+    mesh, parallel = config.mesh, config.parallel
+    own = moves.gather_each or form.prefetch  # which cuts a head that is gathered, and none that is whole
+    strategy = parallel.strategy if own else "zero3"
+    chunk = {} if form.samples or not hasattr(config.model, "loss_chunk") else {"loss_chunk": 0}
+    known = {field.name for field in fields(config.model)}
+    return replace(
+        config,
+        model=config.model.replace(**{key: value for key, value in chunk.items() if key in known}),
+        data=replace(config.data, global_batch=(form.samples or ROWS) * fsdp * mesh.expert),
+        mesh=MeshConfig(fsdp=fsdp, expert=mesh.expert, context=mesh.context, tensor=mesh.tensor),
+        parallel=replace(
+            parallel,
+            strategy=strategy,
+            schedule="accumulate",
+            microbatches=1,
+            chunks=1,
+            stages=(),
+            min_shard_bytes=least,
+            prefetch=0,
+            grad_sync=GradSync(deterministic=parallel.grad_sync.deterministic),
+        ),
+    )
+
+
+def _same(share: Share, split: Shard | None, form: Form) -> bool:
+    """Whether a parameter is split in the traced microbatch, or at least as in the step where it may be cut further."""
+    if form.prefetch and share.unit != STACKED:
+        return share.dim == (split and split.dim)
+    return split is not None or not share.axes
+
+
+def _traced(
+    config: Config, model: ModelDef, options: StepOptions, form: Form, count: int
+) -> list[tuple[Microbatch, bool]]:
+    def rows_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((form.rows, *leaf.shape[1:]), leaf.dtype)
+
+    blocks = jax.tree.map(rows_of, model.shapes[STACKED])
+    stages = (count,) if count else ()
+    model = model._replace(shapes={**model.shapes, STACKED: blocks}, layers=form.rows, stages=stages)
+    mesh = planned_mesh(config)
+    trace = functools.partial(trace_microbatch, model, options, mesh, batch_of(config, mesh))
+    if not form.halves:
+        return [(trace(places=0 if form.pipeline else None), False)]
+    both = trace(places=1)
+    if not form.masked:
+        return [(both, False)]
+    second = trace(places=2).minus(both)
+    return [(both.minus(second), False), (second, True)]
