@@ -23,15 +23,16 @@ from jaxdist.mesh import AXES
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
+from jaxdist.parallel.schedule import EMBED
 from jaxdist.parallel.strategies._sharded import Moves
 from jaxdist.plan.closed.calls import Call, Sizes, call
 from jaxdist.plan.closed.forms import Form, form_of_step, microbatches_of
 from jaxdist.plan.closed.leaves import Known, mesh_sizes, model_key, placing_key, planned_mesh
-from jaxdist.plan.closed.microbatch import BLOCKS, EMBED, HEAD, Activation, Parameter
-from jaxdist.plan.closed.once import once_a_step
+from jaxdist.plan.closed.microbatch import BLOCKS, HEAD, Activation, Parameter
 from jaxdist.plan.closed.optimizer import sent_by_optimizer
 from jaxdist.plan.closed.sent import Sent, merged
 from jaxdist.plan.closed.shares import Share, shares_of
+from jaxdist.plan.closed.step_sums import once_a_step
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.traced.ledger import ledger, wire_bytes
 

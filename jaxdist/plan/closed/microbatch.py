@@ -29,13 +29,23 @@ from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.pipeline.table import Ticks
 from jaxdist.parallel.program import program_and_region
-from jaxdist.parallel.schedule import Program
+from jaxdist.parallel.schedule import EMBED, Program
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.plan.traced.ledger import GRADIENT, OP_OF_PRIMITIVE, meaning_of
-from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, named_leaves, shard_count, shard_of, without_idle
+from jaxdist.specs import (
+    STACKED,
+    UNITS,
+    PyTree,
+    batch_spec,
+    map_specs,
+    named_leaves,
+    shard_count,
+    shard_of,
+    without_idle,
+)
 
 ROWS = 1009  # of the microbatch that is traced: a prime, by which the bytes of nothing else can be divided
-EMBED, BLOCKS, HEAD = UNITS = ("embed", STACKED, "head")
+BLOCKS, HEAD = UNITS[1:]
 _MARK = "unit of a stage "  # a scope: which unit of a stage runs
 
 
@@ -186,8 +196,9 @@ def _read(
             elements = sum(math.prod(x.aval.shape) for x in each.equation.invars) * calls
             parts = math.prod(mesh.shape[axis] for axis in axes) if op == "all_gather" else 1
             parameter = Parameter(unit, name, op, phase, elements * parts / whole[name], calls)
-            old = parameters.get(parameter.key, parameter._replace(times=0.0, calls=0))
-            parameters[parameter.key] = parameter._replace(times=old.times + parameter.times, calls=old.calls + calls)
+            same = parameter.key, elements // calls  # calls of one size: algorithms pad each
+            old = parameters.get(same, parameter._replace(times=0.0, calls=0))
+            parameters[same] = parameter._replace(times=old.times + parameter.times, calls=old.calls + calls)
         else:
             nbytes = round(size(each))
             fixed, row = (0, nbytes / rows) if nbytes % rows == 0 else (nbytes, 0.0)
