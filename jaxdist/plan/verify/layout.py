@@ -1,0 +1,90 @@
+"""Training in two layouts, and what differs: losses, gradients leaf by leaf, parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdist.specs import PyTree, leaves_by_name
+from jaxdist.state import TrainState
+from jaxdist.train_step import TrainStep
+
+
+class Training(NamedTuple):
+    """Some steps: the loss and the gradients of each, and parameters and model_state after the last, on the host."""
+
+    losses: list[float]
+    grads: list[PyTree]
+    params: PyTree
+    model_state: PyTree = ()
+
+
+def train(
+    step: TrainStep,
+    state: TrainState,
+    batches: Sequence[PyTree],
+    in_order: Callable[[PyTree], PyTree] = lambda tree: tree,
+) -> Training:
+    """step: with `return_grads`. in_order: puts stacked blocks into the order of the model."""
+    losses, grads = [], []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        grads.append(in_order(jax.device_get(metrics["grads"])))
+    return Training(losses, grads, in_order(jax.device_get(state.params)), jax.device_get(state.model_state))
+
+
+def error(got: PyTree, want: PyTree) -> float:
+    """The largest norm-wise relative error over the leaves."""
+
+    def one(got: Any, want: Any) -> float:
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert got.shape == want.shape, (got.shape, want.shape)
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    return max(jax.tree.leaves(jax.tree.map(one, jax.device_get(got), jax.device_get(want))))
+
+
+def differences(got: Training, want: Training, order: Sequence[str], tol: float) -> list[str]:
+    """A line for each kind of thing that differs. order: names of parameters, in the order of their first use."""
+    found = []
+    for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
+        if not abs(a - b) <= tol * max(abs(a), abs(b)):
+            found.append(f"loss of step {step + 1}: {a:.12g}, on one device {b:.12g}")
+            break
+    for step, (grads, wanted) in enumerate(zip(got.grads, want.grads, strict=True)):
+        if line := _apart(f"gradients of step {step + 1}", grads, wanted, order, tol):
+            found.append(line)
+            break
+    for what in ("params", "model_state"):
+        pair = getattr(got, what), getattr(want, what)
+        if line := _apart(f"{what} after {len(got.losses)} steps", *pair, order, tol):
+            found.append(line)
+    return found
+
+
+def _apart(what: str, got: PyTree, want: PyTree, order: Sequence[str], tol: float) -> str | None:
+    """A line about the leaves that differ, the first in order of use with the ratio; None where none does."""
+    ours, theirs = leaves_by_name(got), leaves_by_name(want)
+    largest = max((float(np.abs(leaf).max(initial=0)) for leaf in theirs.values()), default=0.0)
+    far = []
+    for name, b in theirs.items():
+        a = ours[name]
+        # A leaf that is zero but for rounding is compared with the others.
+        size = max(float(np.abs(a).max(initial=0)), float(np.abs(b).max(initial=0)), 1e-3 * largest)
+        if not (np.abs(np.asarray(a, np.float64) - b) <= tol * size).all():
+            far.append(name)
+    if not far:
+        return None
+    place = {name: i for i, name in enumerate(order)}
+    first = min(far, key=lambda name: place.get(name, len(place)))
+    return f"{what}: {len(far)} of {len(theirs)} differ; the first that is used: {first}, {_beside(ours[first], theirs[first])}"
+
+
+def _beside(a: Any, b: Any) -> str:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    ratio = float((a * b).sum() / max(float((b * b).sum()), 1e-300))
+    if np.abs(a - ratio * b).max(initial=0) <= 1e-6 * np.abs(a).max(initial=0):
+        return f"{ratio:.6g} times that of one device"
+    return f"{np.abs(a - b).max():.3g} apart, of {np.abs(b).max():.3g}"
