@@ -21,9 +21,17 @@ LINEAR = primitives(
 LOOPS = primitives("scan while cond")
 
 
-def named(follower: Follower, root: Root, values: Values, output: int, *, keys: int) -> Finding:
-    """The finding of a root. keys: the number of the argument that random keys are."""
-    return _Namer(follower, values, output, keys).name(root)
+def named(follower: Follower, roots: list[Root], values: Values, output: int, *, keys: int) -> list[Finding]:
+    """The findings of roots, one a line: a root that rows are read for tells more than one that is made of numbers.
+
+    keys: the number of the argument that random keys are
+    """
+    namer = _Namer(follower, values, output, keys)
+    found: dict[tuple[str, ...], Finding] = {}
+    for root in sorted(roots, key=lambda root: not namer.reads_rows(root)):
+        each = namer.name(root)
+        found.setdefault(each.where, each)
+    return list(found.values())
 
 
 class _Namer:
@@ -32,6 +40,10 @@ class _Namer:
         self.program = follower.program
         self.origins = self.program.origins()
         self.rowwise = {number for number, own in enumerate(follower.split) if own}
+
+    def reads_rows(self, root: Root) -> bool:
+        """Whether a root is computed from rows."""
+        return bool(self.origins[root.value] & self.rowwise)
 
     def name(self, root: Root) -> Finding:
         place = root.operation

@@ -61,11 +61,10 @@ class Values:
         parts: list[list[np.ndarray]],
         rows: Sequence[np.ndarray],
         tol: float,
-        scaled: list[list[int]] | None,
     ) -> None:
         self.whole, self.parts, self.rows, self.tol = whole, parts, rows, tol
         self.count = sum(map(len, rows))
-        self.scaled = scaled or [
+        self.scaled = [
             [d for d, (a, b) in enumerate(zip(np.shape(x), np.shape(y), strict=True)) if a != b]
             for x, y in zip(whole, parts[0], strict=True)
         ]
@@ -134,7 +133,6 @@ class Follower:
     arguments: (leaves that are not split, leaves that are split by rows), in the order of the program's arguments
     rows: of each part, all parts of the same size
     shared: whether the program adds up over parts itself, by a `batch_mean`
-    scaled: the dims of each value that rows are in, where the one part has all rows, in another order
     """
 
     def __init__(
@@ -146,10 +144,8 @@ class Follower:
         *,
         tol: float,
         shared: bool,
-        scaled: list[list[int]] | None = None,
     ) -> None:
         self.program, self.split, self.rows, self.tol, self.shared = program, split, rows, tol, shared
-        self.scaled = scaled
         self.arguments = arguments
         self.readers: dict[int, list[int]] = {}
         self.maker: dict[int, int] = {}
@@ -187,7 +183,7 @@ class Follower:
                 arguments = [x[own] if split else x for x, split in zip(self.arguments, self.split, strict=True)]
                 held = {number: self._typed(number, each[i]) for number, each in patches.items()}
                 parts.append([plain(x) for x in self.runs[1](arguments, held)])
-        return Values(self.whole, parts, self.rows, self.tol, self.scaled)
+        return Values(self.whole, parts, self.rows, self.tol)
 
     def _typed(self, number: int, value: np.ndarray) -> Any:
         """A value of `plain` in the type that it has in the program."""
@@ -196,13 +192,13 @@ class Follower:
             return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(jnp.empty((), dtype)))
         return jnp.asarray(value, dtype)
 
-    def roots(self, output: int, wanted: Sequence[Kind] = (Kind.SUM,)) -> tuple[list[Root], Values]:
+    def roots(self, output: int) -> tuple[list[Root], Values]:
         """What makes a result unsound, in the order of the program; and the values, without what was found in rows."""
         patches: dict[int, list[Any]] = {}
         found: list[Root] = []
         first = values = self.values(patches)
         for _ in range(ROUNDS):
-            if values.kinds[output] in wanted:
+            if values.kinds[output] is Kind.SUM:
                 break
             roots = [root for root in self._roots(values, output) if root not in found]
             in_rows = [root for root in roots if root.in_rows]
@@ -221,13 +217,15 @@ class Follower:
 
     def _is_real(self, root: Root, roots: list[Root], output: int, values: Values, patches: dict[int, Any]) -> bool:
         """Whether a root alone makes the result unsound, the others being mended."""
-        mended = dict(patches)
-        for other in roots:
-            mended |= self._sound(other, output, values) if other is not root else {}
-        own = self._sound(root, output, values)
-        mended = {number: each for number, each in mended.items() if number not in own or number in patches}
-        found = self.values(mended)
-        return root.value in self._behind(found, output)
+        after = self._after(root.value, self._behind(values, output))
+        mended = {
+            number: each
+            for other in roots
+            if other is not root
+            for number, each in self._sound(other, output, values).items()
+            if number not in after
+        }
+        return root.value in self._behind(self.values(patches | mended), output)
 
     def _behind(self, values: Values, output: int) -> set[int]:
         """The unsound values that reach a result through unsound ones."""

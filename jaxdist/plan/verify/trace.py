@@ -113,11 +113,11 @@ def of_fewer_rows(subject: Subject, rows: Any, whole: Any, trace: Any) -> tuple[
     except Exception as error:  # of the user's code, which ran with all rows
         line = line_of(error)
         told = f"with {len(rows)} of {subject.rows} rows: {first_line(error)}"
-        closed = _holds_constant(whole, line, subject.rows)
+        closed = holds_constant(whole, line, subject.rows)
         return None, [Finding("closed-over rows" if closed else "fixed number of rows", (line,), told)]
 
 
-def _holds_constant(whole: Any, line: str, rows: int) -> bool:
+def holds_constant(whole: Any, line: str, rows: int) -> bool:
     """Whether a line reads an array of as many rows that is no argument."""
     program = pair_up(whole, whole)
     return any(

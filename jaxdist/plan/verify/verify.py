@@ -1,5 +1,6 @@
 """`verify`: the checks in order, from what costs a trace to the layout itself."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from jaxdist.init import init_state
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.jaxpr.forbidden import is_shared
 from jaxdist.jaxpr.walk import every_equation
-from jaxdist.mesh import make_mesh
+from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
@@ -105,6 +106,8 @@ def _verify_loss(subject: Subject, mesh: Mesh, options: StepOptions) -> Verifica
         more, compared = adder.findings()
         found = together([*found, *more])
         apart = _layouts(wide, mesh, options, tol, order_of_use(wide, whole), found)
+        if apart and not found:
+            found = together(adder.findings_of(_parts(mesh, options)))
     if apart and not found:
         found = [Finding("layouts differ", (), "; ".join(apart))]
     else:
@@ -132,6 +135,11 @@ def _wide(subject: Subject, seed: int) -> Iterator[tuple[Subject, int, str]]:
             yield wide, size, told
             return
     yield subject._replace(params=moved(subject.params)), 4, f"computed in float32, compared to {NARROW[4]:g}: {why}"
+
+
+def _parts(mesh: Mesh, options: StepOptions) -> int:
+    """How many parts a step cuts a batch into."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES) * options.on(mesh).microbatches
 
 
 def _as(params: PyTree, like: PyTree) -> PyTree:
