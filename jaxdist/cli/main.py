@@ -23,6 +23,7 @@ COMMANDS = {
         "jaxdist.cli.runs.generate", "generate text with a model: of a run, a checkpoint, a Hugging Face folder"
     ),
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
+    "verify": Command("jaxdist.cli.runs.verify", "does a model train the same in this layout? If not, why, and where"),
     "plan": Command("jaxdist.cli.plan", "compile a step for GPUs that are not there: does it fit?"),
     "cost": Command("jaxdist.cli.cost", "what communication costs on several hosts, by formulas; links and machines"),
     "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),

@@ -56,11 +56,7 @@ class Values:
     """
 
     def __init__(
-        self,
-        whole: list[np.ndarray],
-        parts: list[list[np.ndarray]],
-        rows: Sequence[np.ndarray],
-        tol: float,
+        self, whole: list[np.ndarray], parts: list[list[np.ndarray]], rows: Sequence[np.ndarray], tol: float
     ) -> None:
         self.whole, self.parts, self.rows, self.tol = whole, parts, rows, tol
         self.count = sum(map(len, rows))
@@ -91,7 +87,9 @@ class Values:
         [dim] = self.scaled[number]
         size = self.whole[number].shape[dim]
         inner, left = divmod(size, self.count)
-        if left or any(part[number].shape[dim] != inner * len(own) for part, own in zip(self.parts, self.rows, strict=True)):
+        if left or any(
+            part[number].shape[dim] != inner * len(own) for part, own in zip(self.parts, self.rows, strict=True)
+        ):
             return
         yield from (Cut(dim, before, inner // before) for before in range(1, inner + 1) if not inner % before)
 

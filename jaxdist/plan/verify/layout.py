@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxdist.mesh import AnyMesh
+from jaxdist.parallel.options import StepOptions
 from jaxdist.specs import PyTree, leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
@@ -62,6 +64,13 @@ def differences(got: Training, want: Training, order: Sequence[str], tol: float)
         if line := _apart(f"{what} after {len(got.losses)} steps", *pair, order, tol):
             found.append(line)
     return found
+
+
+def layout_text(mesh: AnyMesh, options: StepOptions) -> str:
+    """The layout in words."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    strategy = options.strategy if isinstance(options.strategy, str) else getattr(options.strategy, "__name__", "")
+    return f"{sizes}, {strategy}, {options.microbatches} microbatches"
 
 
 def _apart(what: str, got: PyTree, want: PyTree, order: Sequence[str], tol: float) -> str | None:

@@ -191,7 +191,9 @@ def _alike(a: Any, b: Any) -> bool:
     return bool(
         a.primitive is b.primitive
         and (len(a.invars), len(a.outvars)) == (len(b.invars), len(b.outvars))
-        and all(x.aval.ndim == y.aval.ndim for x, y in zip(a.outvars, b.outvars, strict=True) if hasattr(x.aval, "ndim"))
+        and all(
+            x.aval.ndim == y.aval.ndim for x, y in zip(a.outvars, b.outvars, strict=True) if hasattr(x.aval, "ndim")
+        )
     )
 
 

@@ -87,10 +87,13 @@ def moved(params: PyTree) -> PyTree:
     """Parameters a little away, so that none is 0 or 1 and hides what it multiplies."""
     rng = np.random.default_rng(0)
 
-    def move(leaf: jax.Array) -> jax.Array:
-        size = float(jnp.sqrt(jnp.mean(jnp.square(leaf)))) if leaf.size else 0.0
-        noise = rng.standard_normal(leaf.shape) * 0.1 * (size or 1.0)
-        return leaf + jnp.asarray(noise, leaf.dtype)
+    def move(leaf: Any) -> jax.Array:
+        array = np.asarray(leaf)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return jnp.asarray(leaf)
+        size = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) if array.size else 0.0
+        noise = rng.standard_normal(array.shape) * 0.1 * (size or 1.0)
+        return jnp.asarray((array + noise).astype(array.dtype))
 
     return jax.tree.map(move, params)
 
@@ -112,5 +115,7 @@ def narrowing(jaxpr: Any) -> tuple[int, list[str]]:
 def line_of(error: BaseException) -> str:
     """The line of the user's code that an exception came from: the innermost that is in no package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not is_installed(each.filename) and not Path(each.filename).is_relative_to(PACKAGE)]
+    own = [
+        each for each in frames if not is_installed(each.filename) and not Path(each.filename).is_relative_to(PACKAGE)
+    ]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "unknown"

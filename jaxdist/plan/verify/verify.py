@@ -23,7 +23,7 @@ from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.plan.verify.adds_up import Adder
 from jaxdist.plan.verify.findings import Finding, Verification, together
-from jaxdist.plan.verify.layout import differences, train
+from jaxdist.plan.verify.layout import differences, layout_text, train
 from jaxdist.plan.verify.program import pair_up
 from jaxdist.plan.verify.subject import EXACT, NARROW, Subject, line_of, moved, narrowing, subject_of, widened
 from jaxdist.plan.verify.trace import findings_of_trace, first_line
@@ -83,7 +83,9 @@ def _check(loss: Any, params: PyTree, batch: PyTree, mesh: Any) -> None:
     leaves = jax.tree.leaves(batch)
     rows = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves}
     if len(rows) != 1 or min(rows) < 2:
-        raise UserError(f"batch: leaves of {sorted(rows)} rows; allowed: the same dim 0 in all leaves, of 2 rows or more")
+        raise UserError(
+            f"batch: leaves of {sorted(rows)} rows; allowed: the same dim 0 in all leaves, of 2 rows or more"
+        )
 
 
 def _of_module(loss: ModuleLoss, params: PyTree, model_state: PyTree, options: StepOptions) -> tuple[PyTree, PyTree]:
@@ -166,9 +168,7 @@ def _layouts(
 ) -> list[str]:
     """What differs between one device and the layout. A layout that refuses the loss is a finding, if nothing else is."""
     dtype = str(jax.tree.leaves(subject.params)[0].dtype)
-    options = replace(
-        options, precision=make_precision("fp64" if dtype == "float64" else "fp32"), return_grads=True
-    )
+    options = replace(options, precision=make_precision("fp64" if dtype == "float64" else "fp32"), return_grads=True)
     alone = StepOptions(precision=options.precision, return_grads=True, seed=options.seed, freeze=options.freeze)
     optimizer, runs = optax.sgd(1e-2), []
     for where, how in ((make_mesh(devices=mesh.devices.flat[:1]), alone), (mesh, options)):
@@ -181,12 +181,3 @@ def _layouts(
                 raise
             return [f"the layout does not run: {first_line(error)}"]
     return [f"{layout_text(mesh, options)}: {each}" for each in differences(runs[1], runs[0], order, tol)]
-
-
-def layout_text(mesh: Mesh, options: StepOptions) -> str:
-    """The layout in words."""
-    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-    strategy = options.strategy if isinstance(options.strategy, str) else getattr(options.strategy, "__name__", "")
-    return f"{sizes}, {strategy}, {options.microbatches} microbatches"
-
-
