@@ -151,20 +151,13 @@ class Adder:
                 return [Finding("closed-over rows" if closed else "fixed number of rows", (line,), told)]
             output = follower.program.outputs[place]
             roots, values = follower.roots(output)
-            loops = [root for root in roots if self._operation(follower, root).name in LOOPS]
-            if not loops or unroll:
+            names = [follower.program.operations[follower.place_of(root)].name for root, _ in roots]
+            if unroll or not LOOPS & set(names):
                 break
         if not roots and values.kinds[output] is Kind.SAME:
             line = self._line_of(follower, output) or self._line_of(follower, follower.program.outputs[SUM])
             return [Finding("constant weight" if what == "weight" else "penalty in each call", (line or "unknown",))]
-        return named(follower, roots, values, output, keys=self._keys)
-
-    @staticmethod
-    def _operation(follower: Follower, root: Any) -> Any:
-        place = root.operation
-        if place is None:
-            place = min(follower.readers.get(root.value, [len(follower.program.operations) - 1]))
-        return follower.program.operations[place]
+        return named(follower, roots, output, keys=self._keys)
 
     @staticmethod
     def _line_of(follower: Follower, number: int) -> str | None:
@@ -172,7 +165,7 @@ class Adder:
         while number in follower.maker:
             operation = follower.program.operations[follower.maker[number]]
             if operation.line != "unknown":
-                return operation.line
+                return str(operation.line)
             number = operation.reads[0]
         return None
 

@@ -21,20 +21,22 @@ LINEAR = primitives(
 LOOPS = primitives("scan while cond")
 
 
-def named(follower: Follower, roots: list[Root], values: Values, output: int, *, keys: int) -> list[Finding]:
+def named(follower: Follower, roots: list[tuple[Root, Values]], output: int, *, keys: int) -> list[Finding]:
     """The findings of roots, one a line: a root that rows are read for tells more than one that is made of numbers.
 
     keys: the number of the argument that random keys are
     """
-    namer = _Namer(follower, values, output, keys)
+    namers = [(_Namer(follower, values, output, keys), root) for root, values in roots]
     found: dict[tuple[str, ...], Finding] = {}
-    for root in sorted(roots, key=lambda root: not namer.reads_rows(root)):
+    for namer, root in sorted(namers, key=lambda pair: not pair[0].reads_rows(pair[1])):
         each = namer.name(root)
         found.setdefault(each.where, each)
     return list(found.values())
 
 
 class _Namer:
+    """values: those that a root was seen in."""
+
     def __init__(self, follower: Follower, values: Values, output: int, keys: int) -> None:
         self.follower, self.values, self.output, self.keys = follower, values, output, keys
         self.program = follower.program
@@ -46,9 +48,7 @@ class _Namer:
         return bool(self.origins[root.value] & self.rowwise)
 
     def name(self, root: Root) -> Finding:
-        place = root.operation
-        if place is None:
-            place = min(self.follower.readers.get(root.value, [len(self.program.operations) - 1]))
+        place = self.follower.place_of(root)
         operation = self.program.operations[place]
         cause = self._cause(root, operation)
         line = operation.line
@@ -65,7 +65,7 @@ class _Namer:
             return self._without_rows(root, operation)
         if origins == {self.keys} and (name in PICKS or self._is_key(operation)):
             return "one key for all samples"
-        if name in RANKS or name in LOOPS and self._holds(operation, RANKS):
+        if name in RANKS or (name in LOOPS and self._holds(operation, RANKS)):
             return "sort or top-k over the batch"
         if len(self.values.scaled[root.value]) > 1:
             return "other samples of the batch"

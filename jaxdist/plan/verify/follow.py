@@ -190,28 +190,36 @@ class Follower:
             return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(jnp.empty((), dtype)))
         return jnp.asarray(value, dtype)
 
-    def roots(self, output: int) -> tuple[list[Root], Values]:
-        """What makes a result unsound, in the order of the program; and the values, without what was found in rows."""
+    def roots(self, output: int) -> tuple[list[tuple[Root, Values]], Values]:
+        """What makes a result unsound, in the order of the program, each with the values that it was seen in: those of
+        before it are sound there. And the values as they are."""
         patches: dict[int, list[Any]] = {}
-        found: list[Root] = []
+        found: list[tuple[Root, Values]] = []
         first = values = self.values(patches)
         for _ in range(ROUNDS):
             if values.kinds[output] is Kind.SUM:
                 break
-            roots = [root for root in self._roots(values, output) if root not in found]
+            known = [root for root, _ in found]
+            roots = [root for root in self._roots(values, output) if root not in known]
             in_rows = [root for root in roots if root.in_rows]
             if not in_rows:
-                found += roots
+                found += [(root, values) for root in roots]
                 break
             real = in_rows
             if len(in_rows) > 1:
                 real = [root for root in in_rows[:TRIED] if self._is_real(root, in_rows, output, values, patches)]
             real = real or in_rows[:1]
-            found += real
+            found += [(root, values) for root in real]
             for root in real:
                 patches |= self._sound(root, output, values)
             values = self.values(patches)
         return found, first
+
+    def place_of(self, root: Root) -> int:
+        """The place of the operation that made a root, or that is the first to read it."""
+        if root.operation is not None:
+            return root.operation
+        return min(self.readers.get(root.value, [len(self.program.operations) - 1]))
 
     def _is_real(self, root: Root, roots: list[Root], output: int, values: Values, patches: dict[int, Any]) -> bool:
         """Whether a root alone makes the result unsound, the others being mended."""

@@ -53,7 +53,7 @@ def verify_model(
         params = jax.device_get(moved(params))
         order = order_of_blocks(model.layers, stages=mesh.shape["pipe"])
         alone = StepOptions(seed=options.seed, freeze=options.freeze)
-        want = _trained(model, optimizer, make_mesh(devices=mesh.devices.flat[:1]), alone, params, batches)
+        want = _trained(model, optimizer, make_mesh(devices=[mesh.devices.flat[0]]), alone, params, batches)
         got = _trained(model, optimizer, mesh, options, params, batches, order)
     return _verdict(got, want, mesh, options)
 
@@ -165,8 +165,9 @@ def verify_config(config: Config, mesh: Mesh, batches: Sequence[PyTree], seen: C
         options = replace(parts.options, precision=make_precision("fp32"))
         return verify(parts.model, None, batches[0], mesh, options=options)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        alone_mesh = make_mesh(devices=mesh.devices.flat[:1])
+        alone_mesh = make_mesh(devices=[mesh.devices.flat[0]])
         alone = assemble(on_one_device(wide), alone_mesh)
+        assert isinstance(alone.model, ModelDef)
         params = jax.device_get(jax.jit(alone.model.init)(jax.random.key(config.train.seed)))
         params = jax.device_get(moved(params))
         seen("one device")

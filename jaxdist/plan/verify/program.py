@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from jaxdist.jaxpr.evaluate import CALLS, apply
@@ -45,6 +45,7 @@ class Program(NamedTuple):
     given: values that are no result: constants and numbers in the program, by their number, of both sizes
     constants: the numbers of those that are arrays, made outside of the program
     outputs: the numbers of the results
+    size: how many values there are
     """
 
     operations: list[Operation]
@@ -52,11 +53,11 @@ class Program(NamedTuple):
     constants: frozenset[int]
     arguments: int
     outputs: tuple[int, ...]
-    count: int
+    size: int
 
     def run(self, which: int, arguments: Sequence[Any], patches: dict[int, Any] | None = None) -> list[Any]:
         """All values. which: 0 with all rows, 1 with some. patches: values in place of those that are computed."""
-        patches, known = patches or {}, list[Any]([None] * self.count)
+        patches, known = patches or {}, list[Any]([None] * self.size)
         known[: self.arguments] = arguments
         for number, pair in self.given.items():
             known[number] = patches.get(number, pair[which])
@@ -68,7 +69,7 @@ class Program(NamedTuple):
 
     def origins(self) -> list[frozenset[int]]:
         """The arguments that each value is computed from."""
-        found = [frozenset({number}) if number < self.arguments else frozenset[int]() for number in range(self.count)]
+        found = [frozenset({number}) if number < self.arguments else frozenset[int]() for number in range(self.size)]
         for each in self.operations:
             origin = frozenset[int]().union(*(found[number] for number in each.reads))
             for number in each.writes:
@@ -122,7 +123,7 @@ class _Reader:
 
         def number_of(a: Any, b: Any) -> int:
             if isinstance(a, Literal) and isinstance(b, Literal):
-                return self.constant((_strong(a), _strong(b)), array=bool(a.aval.shape))
+                return self.constant((_strong(a), _strong(b)), array=bool(np.ndim(a.val)))
             if isinstance(a, Literal) or isinstance(b, Literal):
                 raise ProgramsDiffer("unknown")
             return known[a]

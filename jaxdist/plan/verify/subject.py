@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.jaxpr.source import PACKAGE, is_installed
+from jaxdist.jaxpr.source import PACKAGE, is_installed, line_of_user
 from jaxdist.jaxpr.walk import every_equation
-from jaxdist.jaxpr.source import line_of_user
 from jaxdist.parallel.batch_mean import SharedRows, shared_rows
 from jaxdist.parallel.loss_results import check_call, read_results
 from jaxdist.parallel.microbatch import keys_from

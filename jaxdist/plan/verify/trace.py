@@ -1,6 +1,5 @@
 """What is wrong with a loss by its program alone: nothing is computed."""
 
-import functools
 import re
 from typing import Any
 
@@ -11,9 +10,9 @@ from jaxdist.errors import UserError
 from jaxdist.jaxpr.forbidden import LOCAL_SCOPE, refuse_collectives, refuse_in_forward
 from jaxdist.jaxpr.randomness import drawn_with_stored_keys, moving
 from jaxdist.jaxpr.source import line_of_user
-from jaxdist.jaxpr.walk import equations, every_equation, inner_jaxprs, primitives
+from jaxdist.jaxpr.walk import every_equation, inner_jaxprs, primitives
 from jaxdist.plan.verify.findings import Finding
-from jaxdist.plan.verify.program import ProgramsDiffer, constants_of, installed, pair_up
+from jaxdist.plan.verify.program import ProgramsDiffer, installed, pair_up
 from jaxdist.plan.verify.subject import Subject, line_of
 
 DEPENDS_ON_DATA = (

@@ -166,12 +166,12 @@ def order_of_use(subject: Subject, whole: Any) -> list[str]:
 def _layouts(
     subject: Subject, mesh: Mesh, options: StepOptions, tol: float, order: Sequence[str], found: list[Finding]
 ) -> list[str]:
-    """What differs between one device and the layout. A layout that refuses the loss is a finding, if nothing else is."""
+    """What differs between one device and the layout. Where causes were found, the layout may not run."""
     dtype = str(jax.tree.leaves(subject.params)[0].dtype)
     options = replace(options, precision=make_precision("fp64" if dtype == "float64" else "fp32"), return_grads=True)
     alone = StepOptions(precision=options.precision, return_grads=True, seed=options.seed, freeze=options.freeze)
     optimizer, runs = optax.sgd(1e-2), []
-    for where, how in ((make_mesh(devices=mesh.devices.flat[:1]), alone), (mesh, options)):
+    for where, how in ((make_mesh(devices=[mesh.devices.flat[0]]), alone), (mesh, options)):
         try:
             state = init_state(subject.params, optimizer, where, how, model_state=subject.model_state)
             step = make_train_step(subject.loss, optimizer, where, how)
