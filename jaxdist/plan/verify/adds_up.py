@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdist.plan.verify.causes import LOOPS, named
 from jaxdist.plan.verify.findings import Finding
-from jaxdist.plan.verify.follow import Follower, Kind, close
+from jaxdist.plan.verify.follow import Follower, Kind, close, quick
 from jaxdist.plan.verify.program import PARTS, ProgramsDiffer, pair_up
 from jaxdist.plan.verify.subject import Subject
 from jaxdist.plan.verify.trace import holds_constant, of_fewer_rows
@@ -37,7 +37,7 @@ def halves(rows: int) -> list[np.ndarray]:
 
 
 def orders(rows: int) -> list[np.ndarray]:
-    """Orders of the rows, the first as they are: a loss may add up over neighbours by chance, or by its reading pairs."""
+    """Orders of the rows, the first as they are: a loss may add up over neighbours by chance, or as it reads pairs."""
     rng = np.random.default_rng(0)
     return [np.arange(rows), *(rng.permutation(rows) for _ in range(2))]
 
@@ -56,7 +56,7 @@ class Adder:
 
         self.function = totals
         run = jax.vmap(totals, in_axes=(None, 0, 0, None), axis_name=PARTS) if shared else totals
-        self.run = jax.jit(run)
+        self.run = jax.jit(run, compiler_options=quick())
 
     def totals(self, parts: Sequence[np.ndarray]) -> list[_Totals]:
         """Of each part."""

@@ -157,7 +157,7 @@ class Follower:
             axes = [0 if own else None for own in split]
             if shared:
                 run = jax.vmap(run, in_axes=(axes, 0), axis_name=PARTS)
-            self.runs.append(jax.jit(run))
+            self.runs.append(jax.jit(run, compiler_options=quick()))
         self.whole = self._all(0, list(arguments), None)
 
     def _all(self, which: int, arguments: list[Any], patches: Any) -> list[np.ndarray]:
@@ -297,6 +297,11 @@ class Follower:
                 seen.add(number)
                 todo += self.program.operations[self.maker[number]].reads if number in self.maker else ()
         return seen
+
+
+def quick() -> dict[str, Any]:
+    """Options of a compiler that is to take little time: what runs once need not be fast."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 
 
 def plain(x: Any) -> np.ndarray:

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.options import StepOptions
-from jaxdist.specs import PyTree, leaves_by_name
+from jaxdist.plan.verify.follow import quick
+from jaxdist.specs import PyTree, batch_spec, leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
@@ -30,8 +32,12 @@ def train(
 ) -> Training:
     """step: with `return_grads`. in_order: puts stacked blocks into the order of the model."""
     losses, grads = [], []
+    mesh = state.step.sharding.mesh
+    sharding = NamedSharding(mesh, batch_spec(mesh))
+    batches = [jax.device_put(batch, sharding) for batch in batches]
+    program = step.lower(state, batches[0]).compile(compiler_options=quick())
     for batch in batches:
-        state, metrics = step(state, batch)
+        state, metrics = program(state, batch)
         losses.append(float(metrics["loss"]))
         grads.append(in_order(jax.device_get(metrics["grads"])))
     return Training(losses, grads, in_order(jax.device_get(state.params)), jax.device_get(state.model_state))
@@ -88,7 +94,8 @@ def _apart(what: str, got: PyTree, want: PyTree, order: Sequence[str], tol: floa
         return None
     place = {name: i for i, name in enumerate(order)}
     first = min(far, key=lambda name: place.get(name, len(place)))
-    return f"{what}: {len(far)} of {len(theirs)} differ; the first that is used: {first}, {_beside(ours[first], theirs[first])}"
+    told = _beside(ours[first], theirs[first])
+    return f"{what}: {len(far)} of {len(theirs)} differ; the first that is used: {first}, {told}"
 
 
 def _beside(a: Any, b: Any) -> str:

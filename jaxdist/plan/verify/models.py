@@ -94,7 +94,8 @@ def _in_order(rows: np.ndarray, tree: PyTree) -> PyTree:
 def _verdict(got: Training, want: Training, mesh: AnyMesh, options: StepOptions, left_out: str = "") -> Verification:
     apart = differences(got, want, [], EXACT)
     steps = len(got.losses)
-    compared = f"{layout_text(mesh, options)}: loss {got.losses[-1]:.12g} at step {steps}, on one device {want.losses[-1]:.12g}"
+    pair = f"loss {got.losses[-1]:.12g} at step {steps}, on one device {want.losses[-1]:.12g}"
+    compared = f"{layout_text(mesh, options)}: {pair}"
     found = [Finding("layouts differ", (), "; ".join(apart))] if apart else []
     return Verification(found, (compared, *filter(None, [left_out])), TOLD)
 

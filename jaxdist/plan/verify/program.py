@@ -199,7 +199,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def installed(jaxpr: Any) -> bool:
-    """Whether a function is of jax or another package. Its equations have the lines of the first call of it anywhere."""
+    """Whether a function is of jax or another package. Its equations have the lines of the first call anywhere."""
     told = getattr(getattr(opened(jaxpr), "debug_info", None), "func_src_info", None) or ""
     found = re.search(r" at (.*):\d+$", told)
     return found is not None and is_installed(found[1])
