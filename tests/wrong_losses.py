@@ -275,6 +275,4 @@ def of_module(model: Any, b: Any) -> Any:
     return cross_entropy(model(b["x"]), b["y"]).sum(), len(b["y"])
 
 
-MODULES = {
-    "dropout of a module": (jaxdist.nnx_loss(Dropped(nnx.Rngs(0)), of_module), "one key for all samples"),
-}
+MODULES = {"dropout of a module": (jaxdist.nnx_loss(Dropped(nnx.Rngs(0)), of_module), "one key for all samples")}
