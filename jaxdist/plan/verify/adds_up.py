@@ -155,8 +155,9 @@ class Adder:
             if unroll or not LOOPS & set(names):
                 break
         if not roots and values.kinds[output] is Kind.SAME:
-            line = self._line_of(follower, output) or self._line_of(follower, follower.program.outputs[SUM])
-            return [Finding("constant weight" if what == "weight" else "penalty in each call", (line or "unknown",))]
+            places = [output, follower.program.outputs[SUM]]
+            lines = [line for line in (self._line_of(follower, number) for number in places) if line is not None]
+            return [Finding("constant weight" if what == "weight" else "penalty in each call", tuple(lines[:1]))]
         return named(follower, roots, output, keys=self._keys)
 
     @staticmethod

@@ -11,7 +11,7 @@ RANKS = primitives("sort top_k approx_top_k argmax argmin")
 PICKS = primitives("slice squeeze dynamic_slice gather random_unwrap row split reshape")
 ORDERED = primitives(
     "iota cumsum cumprod cummax cummin cumlogsumexp rev slice dynamic_slice dynamic_update_slice gather squeeze"
-    " concatenate pad scan while row stack split conv_general_dilated reduce_window_sum reduce_window_max reduce_window"
+    " concatenate pad row stack split conv_general_dilated reduce_window_sum reduce_window_max reduce_window"
 )
 # Operations that are linear in each of their operands.
 LINEAR = primitives(
@@ -54,6 +54,8 @@ class _Namer:
         line = operation.line
         if cause == "batch statistics":
             line = self._line_of_statistic(operation) or line
+        if cause == "other samples of the batch":
+            line = self._line_of_pairs(operation) or line
         if line == "unknown":
             line = self._known_line_after(place)
         return Finding(cause, (line,))
@@ -65,12 +67,17 @@ class _Namer:
             return self._without_rows(root, operation)
         if origins == {self.keys} and (name in PICKS or self._is_key(operation)):
             return "one key for all samples"
+        if Kind.PAIRS in [self.values.kinds[number] for number in operation.reads]:
+            return "other samples of the batch"
         if name in RANKS or (name in LOOPS and self._holds(operation, RANKS)):
             return "sort or top-k over the batch"
         if len(self.values.scaled[root.value]) > 1:
             return "other samples of the batch"
         if name == "gather" and self._rows_choose(operation):
             return "other samples of the batch"
+        if name in LOOPS:
+            over_rows = len({each.params.get("length") for each in operation.pair}) > 1
+            return "order dependence" if over_rows else "batch statistics"
         if root.in_rows:
             return "order dependence" if name in ORDERED else "batch statistics"
         return self._of_the_result(root, operation)
@@ -132,11 +139,26 @@ class _Namer:
             for site in every_equation(jaxpr)
         )
 
+    def _line_of_pairs(self, operation: Any) -> str | None:
+        """The line where rows met other rows."""
+        seen, todo = set[int](), list(operation.reads)
+        while todo:
+            number = todo.pop(0)
+            if number in seen or number not in self.follower.maker or self.values.kinds[number] is not Kind.PAIRS:
+                continue
+            seen.add(number)
+            maker = self.program.operations[self.follower.maker[number]]
+            kinds = [self.values.kinds[read] for read in maker.reads]
+            if Kind.PAIRS not in kinds and Kind.ROWS in kinds and self.origins[number] & self.rowwise:
+                return str(maker.line)
+            todo += maker.reads
+        return None
+
     def _line_of_statistic(self, operation: Any) -> str | None:
         """The line where the rows were reduced: that of the operation, or of those before it that lost them."""
         seen, todo = set[int](), list(operation.reads)
         while todo:
-            number = todo.pop()
+            number = todo.pop(0)
             if number in seen or number not in self.follower.maker or self.values.kinds[number] is not Kind.SUM:
                 continue
             seen.add(number)

@@ -1,7 +1,7 @@
 """Where a loss stops to be a sum over samples: every value of its program, with all rows beside parts of them.
 
-A value is sound if it is the same whatever rows there are, has its rows as parts have them, or is the sum of what it is
-in the parts. What a loss returns must be a sum. Where it is none, the operations to blame are those that make unsound
+A value is sound if it is the same whatever rows there are, has its rows (or pairs of them) as parts have them, or is the
+sum of what it is in the parts. What a loss returns must be a sum. Where it is none, the operations to blame are those that make unsound
 values of sound ones, and whose values reach the result through unsound ones only.
 """
 
@@ -24,6 +24,7 @@ class Kind(Enum):
 
     SAME = "the same in every part"
     ROWS = "of rows, the same as in the parts"
+    PAIRS = "of pairs of rows, the same as in the parts"
     SUM = "the sum of the parts"
     UNSOUND = "none of these"
 
@@ -75,11 +76,22 @@ class Values:
             if whole.dtype != bool and close(whole, sum(parts[1:], start=parts[0]), self.tol, *parts):
                 return Kind.SUM
             return Kind.UNSOUND
+        blocks = [self._block(number, place) for place in range(len(parts))]
+        if all(block is not None and close(block, part, self.tol) for block, part in zip(blocks, parts, strict=True)):
+            return Kind.PAIRS
         for cut in self._possible_cuts(number):
             if all(close(take(whole, cut, rows), part, self.tol) for part, rows in zip(parts, self.rows, strict=True)):
                 self.cuts[number] = cut
                 return Kind.ROWS
         return Kind.UNSOUND
+
+    def _block(self, number: int, place: int) -> np.ndarray | None:
+        """Of a value with two dims of rows, those of a part; None of others."""
+        whole, dims = self.whole[number], self.scaled[number]
+        if len(dims) != 2 or any(whole.shape[dim] != self.count for dim in dims):
+            return None
+        rows = self.rows[place]
+        return whole.take(rows, dims[0]).take(rows, dims[1])
 
     def _possible_cuts(self, number: int) -> Iterator[Cut]:
         if len(self.scaled[number]) != 1:
@@ -97,6 +109,8 @@ class Values:
         """A value of the whole as it is to be in a part, or None where that is not known. like: values with rows."""
         if not self.scaled[number]:
             return self.whole[number]
+        if (block := self._block(number, place)) is not None:
+            return block
         cuts = list(self._possible_cuts(number))
         known = [self.cuts[other]._replace(dim=cuts[0].dim) for other in like if other in self.cuts and cuts]
         chosen = next((cut for cut in known if cut in cuts), cuts[0] if cuts else None)

@@ -43,17 +43,6 @@ def train(
     return Training(losses, grads, in_order(jax.device_get(state.params)), jax.device_get(state.model_state))
 
 
-def error(got: PyTree, want: PyTree) -> float:
-    """The largest norm-wise relative error over the leaves."""
-
-    def one(got: Any, want: Any) -> float:
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        assert got.shape == want.shape, (got.shape, want.shape)
-        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-    return max(jax.tree.leaves(jax.tree.map(one, jax.device_get(got), jax.device_get(want))))
-
-
 def differences(got: Training, want: Training, order: Sequence[str], tol: float) -> list[str]:
     """A line for each kind of thing that differs. order: names of parameters, in the order of their first use."""
     found = []

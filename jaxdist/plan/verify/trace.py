@@ -69,7 +69,10 @@ def _differs(subject: Subject, whole: Any) -> str | None:
     """The line where two traces differ; None where they do not."""
     if _calls_of_users(whole):
         jax.clear_caches()  # or a function under the user's own jax.jit would be traced once only
-    again = subject.traced(subject.results)
+    try:
+        again = subject.traced(subject.results)
+    except Exception as error:  # the first call left something behind, such as a traced array
+        return line_of(error)
     try:
         program = pair_up(whole, again)
     except ProgramsDiffer as error:

@@ -105,6 +105,8 @@ def _verify_loss(subject: Subject, mesh: Mesh, options: StepOptions) -> Verifica
         if not _finite(adder):
             wide = wide._replace(params=_as(subject.params, wide.params))
             adder = Adder(wide, shared=shared, tol=tol)
+            if not _finite(adder):
+                raise UserError("batch: sum, weight or gradients are not finite; allowed: a batch that trains")
         more, compared = adder.findings()
         found = together([*found, *more])
         apart = _layouts(wide, mesh, options, tol, order_of_use(wide, whole), found)
@@ -176,8 +178,11 @@ def _layouts(
             state = init_state(subject.params, optimizer, where, how, model_state=subject.model_state)
             step = make_train_step(subject.loss, optimizer, where, how)
             runs.append(train(step, state, [subject.batch] * STEPS))
-        except Exception as error:
-            if not found:
+        except Exception as error:  # a user's code may fail in any way with as few rows as a device has
+            if not found and isinstance(error, UserError):
                 raise
-            return [f"the layout does not run: {first_line(error)}"]
+            told = f"the layout does not run: {first_line(error)}"
+            if not found:
+                found.append(Finding("fixed number of rows", (line_of(error),), told))
+            return [told]
     return [f"{layout_text(mesh, options)}: {each}" for each in differences(runs[1], runs[0], order, tol)]

@@ -1,8 +1,14 @@
 """`verify` of models and configurations: clean where the layout trains as one device, and a line where it does not."""
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import numpy as np
 import pytest
@@ -52,6 +58,23 @@ def test_layouts_of_a_configuration_train_as_one_device(name: str) -> None:
 def test_what_no_single_device_does_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         verified([*overrides, "optimizer.name=adamw"])
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_verify_prints(tmp_path: Path) -> None:
+    text = (child.ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+    [module] = re.findall(r"^```python\n(# my_loss.py\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [(command, shown)] = re.findall(r"^```console\n\$ jaxdist (.*?)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_loss.py").write_text(module, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdist", *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(child.ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, shown), done.stderr
 
 
 class Block(nnx.Module):
