@@ -7,21 +7,27 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.options import StepOptions
 from jaxdist.plan.verify.follow import quick
+from jaxdist.plan.verify.subject import narrowing
 from jaxdist.specs import PyTree, batch_spec, leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
 
 class Training(NamedTuple):
-    """Some steps: the loss and the gradients of each, and parameters and model_state after the last, on the host."""
+    """Some steps: the loss and the gradients of each, and parameters and model_state after the last, on the host.
+
+    narrow: `narrowing` of the step
+    """
 
     losses: list[float]
     grads: list[PyTree]
     params: PyTree
     model_state: PyTree = ()
+    narrow: tuple[int, list[str]] = (8, [])
 
 
 def train(
@@ -35,12 +41,19 @@ def train(
     mesh = state.step.sharding.mesh
     sharding = NamedSharding(mesh, batch_spec(mesh))
     batches = [jax.device_put(batch, sharding) for batch in batches]
-    program = step.lower(state, batches[0]).compile(compiler_options=quick())
+    traced = step.trace(state, batches[0])
+    program = traced.lower().compile(compiler_options=quick())
     for batch in batches:
         state, metrics = program(state, batch)
         losses.append(float(metrics["loss"]))
         grads.append(in_order(jax.device_get(metrics["grads"])))
-    return Training(losses, grads, in_order(jax.device_get(state.params)), jax.device_get(state.model_state))
+    return Training(
+        losses,
+        grads,
+        in_order(jax.device_get(state.params)),
+        jax.device_get(state.model_state),
+        narrowing(without_dead_code(traced.jaxpr)),
+    )
 
 
 def differences(got: Training, want: Training, order: Sequence[str], tol: float) -> list[str]:

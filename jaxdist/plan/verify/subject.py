@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.jaxpr.source import PACKAGE, is_installed, line_of_user
+from jaxdist.jaxpr.source import PACKAGE, is_installed, source_of
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.parallel.batch_mean import SharedRows, shared_rows
 from jaxdist.parallel.loss_results import check_call, read_results
@@ -74,12 +74,18 @@ def subject_of(loss: Any, params: PyTree, batch: PyTree, model_state: PyTree, *,
 def widened(subject: Subject, *, seed: int) -> Subject:
     """The subject in float64, within `jax.enable_x64`: from the arrays that the user gave."""
 
-    def wide(leaf: Any) -> Any:
+    params, batch, state = map(in_float64, (subject.params, subject.batch, subject.model_state))
+    return Subject(subject.loss, params, batch, keys_from(0, seed, 0, subject.rows), state)
+
+
+def in_float64(tree: PyTree) -> PyTree:
+    """The tree with its floats in float64, within `jax.enable_x64`."""
+
+    def wide(leaf: Any) -> jax.Array:
         array = np.asarray(leaf)
         return jnp.asarray(array, jnp.float64) if jnp.issubdtype(array.dtype, jnp.floating) else jnp.asarray(array)
 
-    params, batch, state = jax.tree.map(wide, (subject.params, subject.batch, subject.model_state))
-    return Subject(subject.loss, params, batch, keys_from(0, seed, 0, subject.rows), state)
+    return jax.tree.map(wide, tree)
 
 
 def moved(params: PyTree) -> PyTree:
@@ -98,7 +104,10 @@ def moved(params: PyTree) -> PyTree:
 
 
 def narrowing(jaxpr: Any) -> tuple[int, list[str]]:
-    """(the bytes of the narrowest floats that wider ones become, the lines where they do), 8 where none does."""
+    """(the bytes of the narrowest floats that wider ones become, the lines where they do), 8 where none does.
+
+    What jaxdist narrows itself, it says so in its options; it is left out.
+    """
     size, lines = 8, dict[str, None]()
     for site in every_equation(jaxpr):
         equation = site.equation
@@ -106,9 +115,21 @@ def narrowing(jaxpr: Any) -> tuple[int, list[str]]:
             continue
         old, new = (atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0]))
         if jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating) and new.itemsize < old.itemsize:
-            size = min(size, new.itemsize)
-            lines[line_of_user(equation)] = None
+            if not (line := source_of(equation, ())).startswith(f"{PACKAGE.name}/"):
+                size, lines[line] = min(size, new.itemsize), None
     return size, list(lines)
+
+
+def precision_text(size: int, lines: list[str]) -> str:
+    """What is said of `narrowing`."""
+    if size == 8:
+        return f"computed in float64, compared to {EXACT:g}"
+    return f"float64 is narrowed at {', '.join(lines[:3])}: compared to {NARROW[size]:g} only"
+
+
+def tolerance(size: int) -> float:
+    """Of the largest number, where the narrowest floats have so many bytes."""
+    return EXACT if size == 8 else NARROW[size]
 
 
 def line_of(error: BaseException) -> str:

@@ -25,7 +25,17 @@ from jaxdist.plan.verify.adds_up import Adder
 from jaxdist.plan.verify.findings import Finding, Verification, together
 from jaxdist.plan.verify.layout import differences, layout_text, train
 from jaxdist.plan.verify.program import pair_up
-from jaxdist.plan.verify.subject import EXACT, NARROW, Subject, line_of, moved, narrowing, subject_of, widened
+from jaxdist.plan.verify.subject import (
+    NARROW,
+    Subject,
+    line_of,
+    moved,
+    narrowing,
+    precision_text,
+    subject_of,
+    tolerance,
+    widened,
+)
 from jaxdist.plan.verify.trace import findings_of_trace, first_line
 from jaxdist.precision.policy import make_precision
 from jaxdist.specs import PyTree, leaves_by_name
@@ -98,7 +108,7 @@ def _verify_loss(subject: Subject, mesh: Mesh, options: StepOptions) -> Verifica
     if not runs:
         return Verification(together(found))
     with _wide(subject, options.seed) as (wide, size, told):
-        tol = EXACT if size == 8 else NARROW[size]
+        tol = tolerance(size)
         whole = wide.traced(wide.results)
         shared = any(map(is_shared, every_equation(whole)))
         adder = Adder(wide, shared=shared, tol=tol)
@@ -133,10 +143,7 @@ def _wide(subject: Subject, seed: int) -> Iterator[tuple[Subject, int, str]]:
             why = f"it does not run in float64 ({line_of(error)}: {first_line(error)})"
         else:
             size, lines = narrowing(without_dead_code(jaxpr))
-            told = f"computed in float64, compared to {EXACT:g}"
-            if size < 8:
-                told = f"float64 is narrowed at {', '.join(lines[:3])}: compared to {NARROW[size]:g} only"
-            yield wide, size, told
+            yield wide, size, precision_text(size, lines)
             return
     yield subject._replace(params=moved(subject.params)), 4, f"computed in float32, compared to {NARROW[4]:g}: {why}"
 

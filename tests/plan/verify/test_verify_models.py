@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from levels import levels
 
 import jaxdist
 from jaxdist.cli.runs.verify import main
@@ -43,8 +44,7 @@ def verified(overrides: list[str]) -> Any:
     return models.verify_config(config, mesh, [next(drawn) for _ in range(3)], lambda _: None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", levels(LAYOUTS, slow=2))
 def test_layouts_of_a_configuration_train_as_one_device(name: str) -> None:
     found = verified(LAYOUTS[name])
     assert found.clean, str(found)
