@@ -1,8 +1,8 @@
 """Where a loss stops to be a sum over samples: every value of its program, with all rows beside parts of them.
 
-A value is sound if it is the same whatever rows there are, has its rows (or pairs of them) as parts have them, or is the
-sum of what it is in the parts. What a loss returns must be a sum. Where it is none, the operations to blame are those that make unsound
-values of sound ones, and whose values reach the result through unsound ones only.
+A value is sound if it is the same whatever rows there are, has its rows, or pairs of rows, as parts have them, or is
+the sum of what it is in the parts. What a loss returns must be a sum. Where it is none, the operations to blame are those
+that make unsound values of sound ones, and whose values reach the result through unsound ones only.
 """
 
 import functools
