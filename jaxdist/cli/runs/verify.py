@@ -77,18 +77,18 @@ def _start(config: Config) -> Any:
 def _verify_config(given: str, overrides: Sequence[str], *, synthetic: bool) -> Any:
     config = load_config(find_config(given), overrides, planned=synthetic)
     mesh = _start(config)
-    from jaxdist.plan.verify import models
+    from jaxdist.plan.verify import configs
     from jaxdist.trainer.batches.load import load_data, loader_of
 
     if synthetic:
-        drawn = models.synthetic(config, mesh)
+        drawn = configs.synthetic(config, mesh)
         batches = [next(drawn) for _ in range(_STEPS)]
     else:
         import jax
 
         loader = loader_of(config, load_data(config), mesh)
-        batches = [models.ragged(jax.device_get(loader.batch(step))) for step in range(_STEPS)]
-    return models.verify_config(config, mesh, batches, lambda text: print(f"{text} ...", file=sys.stderr, flush=True))
+        batches = [configs.ragged(jax.device_get(loader.batch(step))) for step in range(_STEPS)]
+    return configs.verify_config(config, mesh, batches, lambda text: print(f"{text} ...", file=sys.stderr, flush=True))
 
 
 def _verify_loss(target: str, example: str | None, overrides: Sequence[str]) -> Any:
@@ -104,8 +104,9 @@ def _verify_loss(target: str, example: str | None, overrides: Sequence[str]) -> 
         given = overrides if any(each.startswith("mesh") for each in overrides) else [*_LAYOUT, *overrides]
         config = read_config(Config, nothing, given)
     mesh = _start(config)
-    from jaxdist import registry, verify
+    from jaxdist import registry
     from jaxdist.build import step_options
+    from jaxdist.plan.verify.verify import verify
 
     loss, made = (
         registry.load("jaxdist.models", each.replace(":", "."), key=key)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist.plan.verify.causes import LOOPS, named
-from jaxdist.plan.verify.findings import Finding
+from jaxdist.plan.verify.causes import BODIES, named
+from jaxdist.plan.verify.findings import Fault
 from jaxdist.plan.verify.follow import Follower, Kind, close, quick
-from jaxdist.plan.verify.program import PARTS, ProgramsDiffer, pair_up
+from jaxdist.plan.verify.program import PARTS_AXIS, ProgramsDiffer, pair_up
 from jaxdist.plan.verify.subject import Subject
 from jaxdist.plan.verify.trace import holds_constant, of_fewer_rows
 from jaxdist.specs import PyTree, leaves_by_name
@@ -55,7 +55,7 @@ class Adder:
             return total, weight, grads
 
         self.function = totals
-        run = jax.vmap(totals, in_axes=(None, 0, 0, None), axis_name=PARTS) if shared else totals
+        run = jax.vmap(totals, in_axes=(None, 0, 0, None), axis_name=PARTS_AXIS) if shared else totals
         self.run = jax.jit(run, compiler_options=quick())
 
     def totals(self, parts: Sequence[np.ndarray]) -> list[_Totals]:
@@ -68,7 +68,7 @@ class Adder:
             each = [jax.device_get(self.run(*self.subject.part(own).arguments)) for own in parts]
         return [_Totals(total, weight, leaves_by_name(grads)) for total, weight, grads in each]
 
-    def findings(self) -> tuple[list[Finding], list[str]]:
+    def findings(self) -> tuple[list[Fault], list[str]]:
         """(causes, what was compared)."""
         rows = self.subject.rows
         everything, cut = np.arange(rows), halves(rows)
@@ -81,7 +81,7 @@ class Adder:
             return found, []
         whole, again = self.totals([everything])[0], self.totals([everything])[0]
         if any(a.tobytes() != b.tobytes() for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True)):
-            return [Finding("same call, other bits")], []
+            return [Fault("same call, other bits")], []
         for order in orders(rows):
             own = [order[each] for each in cut]
             parts = self.totals(own)
@@ -90,7 +90,7 @@ class Adder:
                 break
         return found, [f"one device: {_beside(whole, parts)}"]
 
-    def findings_of(self, count: int) -> list[Finding]:
+    def findings_of(self, count: int) -> list[Fault]:
         """The causes by so many equal parts, for a layout that differs where halves add up."""
         cut, everything = parts_of(self.subject.rows, count), np.arange(self.subject.rows)
         jaxprs = self._trace(self.subject, parts=1), self._trace(self.subject.part(cut[0]), parts=count)
@@ -116,18 +116,18 @@ class Adder:
 
     def _explained(
         self, whole: _Totals, parts: list[_Totals], cut: list[np.ndarray], jaxprs: tuple[Any, Any]
-    ) -> list[Finding]:
+    ) -> list[Fault]:
         apart = self._apart(whole, parts)
         if not apart:
             return []
-        found: list[Finding] = []
+        found: list[Fault] = []
         if "total" in apart:
             found += self._causes(jaxprs, cut, SUM, "total")
         if "weight" in apart and "mean of means" not in [each.cause for each in found]:
             found += self._causes(jaxprs, cut, WEIGHT, "weight")
         if not found:
             found += self._of_gradients(cut, apart)
-        return found or [Finding("does not add up", (), _beside(whole, parts))]
+        return found or [Fault("does not add up", (), _beside(whole, parts))]
 
     def _follower(self, jaxprs: tuple[Any, Any], cut: list[np.ndarray], *, unroll: bool) -> Follower:
         program = pair_up(*jaxprs, unroll=unroll)
@@ -140,7 +140,7 @@ class Adder:
     def _keys(self) -> int:
         return len(jax.tree.leaves((self.subject.params, self.subject.batch)))
 
-    def _causes(self, jaxprs: tuple[Any, Any], cut: list[np.ndarray], place: int, what: str) -> list[Finding]:
+    def _causes(self, jaxprs: tuple[Any, Any], cut: list[np.ndarray], place: int, what: str) -> list[Fault]:
         """The causes for which a result is no sum."""
         for unroll in (False, True):
             try:
@@ -148,16 +148,16 @@ class Adder:
             except ProgramsDiffer as error:
                 line, told = str(error), "other code runs for another number of them"
                 closed = any(holds_constant(each, line, self.subject.rows) for each in jaxprs)
-                return [Finding("closed-over rows" if closed else "fixed number of rows", (line,), told)]
+                return [Fault("closed-over rows" if closed else "fixed number of rows", (line,), told)]
             output = follower.program.outputs[place]
             roots, values = follower.roots(output)
             names = [follower.program.operations[follower.place_of(root)].name for root, _ in roots]
-            if unroll or not LOOPS & set(names):
+            if unroll or not BODIES & set(names):
                 break
         if not roots and values.kinds[output] is Kind.SAME:
             places = [output, follower.program.outputs[SUM]]
             lines = [line for line in (self._line_of(follower, number) for number in places) if line is not None]
-            return [Finding("constant weight" if what == "weight" else "penalty in each call", tuple(lines[:1]))]
+            return [Fault("constant weight" if what == "weight" else "penalty in each call", tuple(lines[:1]))]
         return named(follower, roots, output, keys=self._keys)
 
     @staticmethod
@@ -170,7 +170,7 @@ class Adder:
             number = operation.reads[0]
         return None
 
-    def _of_gradients(self, cut: list[np.ndarray], apart: list[str]) -> list[Finding]:
+    def _of_gradients(self, cut: list[np.ndarray], apart: list[str]) -> list[Fault]:
         """Why gradients do not add up, where sum and weight do: a rule of somebody's own, or `stop_gradient`."""
         graded = self.subject.traced(self.function, parts=1 if self.shared else 0)
         part = self.subject.part(cut[0])

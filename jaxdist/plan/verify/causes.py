@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxdist.jaxpr.randomness import DRAWS
-from jaxdist.jaxpr.walk import every_equation, primitives
-from jaxdist.plan.verify.findings import Finding
+from jaxdist.jaxpr.walk import every_equation, inner_jaxprs, primitives
+from jaxdist.plan.verify.findings import Fault
 from jaxdist.plan.verify.follow import Follower, Kind, Root, Values
 
 RANKS = primitives("sort top_k approx_top_k argmax argmin")
@@ -18,16 +18,16 @@ LINEAR = primitives(
     "add add_any sub neg mul div convert_element_type reshape broadcast_in_dim squeeze reduce_sum copy transpose"
     " dot_general stop_gradient reduce_precision select_n stack row"
 )
-LOOPS = primitives("scan while cond")
+BODIES = primitives("scan while cond")
 
 
-def named(follower: Follower, roots: list[tuple[Root, Values]], output: int, *, keys: int) -> list[Finding]:
+def named(follower: Follower, roots: list[tuple[Root, Values]], output: int, *, keys: int) -> list[Fault]:
     """The findings of roots, one a line: a root that rows are read for tells more than one that is made of numbers.
 
     keys: the number of the argument that random keys are
     """
     namers = [(_Namer(follower, values, output, keys), root) for root, values in roots]
-    found: dict[tuple[str, ...], Finding] = {}
+    found: dict[tuple[str, ...], Fault] = {}
     for namer, root in sorted(namers, key=lambda pair: not pair[0].reads_rows(pair[1])):
         each = namer.name(root)
         found.setdefault(each.where, each)
@@ -47,7 +47,7 @@ class _Namer:
         """Whether a root is computed from rows."""
         return bool(self.origins[root.value] & self.rowwise)
 
-    def name(self, root: Root) -> Finding:
+    def name(self, root: Root) -> Fault:
         place = self.follower.place_of(root)
         operation = self.program.operations[place]
         cause = self._cause(root, operation)
@@ -58,7 +58,7 @@ class _Namer:
             line = self._line_of_pairs(operation) or line
         if line == "unknown":
             line = self._known_line_after(place)
-        return Finding(cause, (line,))
+        return Fault(cause, (line,))
 
     def _cause(self, root: Root, operation: Any) -> str:
         origins = self.origins[root.value] & self.rowwise
@@ -69,13 +69,13 @@ class _Namer:
             return "one key for all samples"
         if Kind.PAIRS in [self.values.kinds[number] for number in operation.reads]:
             return "other samples of the batch"
-        if name in RANKS or (name in LOOPS and self._holds(operation, RANKS)):
+        if name in RANKS or (name in BODIES and self._holds(operation, RANKS)):
             return "sort or top-k over the batch"
         if len(self.values.scaled[root.value]) > 1:
             return "other samples of the batch"
         if name == "gather" and self._rows_choose(operation):
             return "other samples of the batch"
-        if name in LOOPS:
+        if name in BODIES:
             over_rows = len({each.params.get("length") for each in operation.pair}) > 1
             return "order dependence" if over_rows else "batch statistics"
         if root.in_rows:
@@ -130,14 +130,8 @@ class _Namer:
         return bool(both and self.origins[where] & self.rowwise)
 
     def _holds(self, operation: Any, names: frozenset[str]) -> bool:
-        equation = operation.pair[0]
-        return any(
-            site.equation.primitive.name in names
-            for param in equation.params.values()
-            for jaxpr in (param if isinstance(param, tuple | list) else [param])
-            if hasattr(jaxpr, "eqns") or hasattr(jaxpr, "jaxpr")
-            for site in every_equation(jaxpr)
-        )
+        inner = inner_jaxprs(operation.pair[0])
+        return any(site.equation.primitive.name in names for jaxpr in inner for site in every_equation(jaxpr))
 
     def _line_of_pairs(self, operation: Any) -> str | None:
         """The line where rows met other rows."""

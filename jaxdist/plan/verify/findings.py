@@ -76,7 +76,7 @@ CAUSES = {
 }
 
 
-class Finding(NamedTuple):
+class Fault(NamedTuple):
     """A cause, in one line by `str`.
 
     cause: a key of `CAUSES`
@@ -95,9 +95,9 @@ class Finding(NamedTuple):
         return f"{place}{self.cause}: {told}" + (f"; remedy: {remedy}" if remedy else "")
 
 
-def together(findings: Iterable[Finding]) -> list[Finding]:
+def together(findings: Iterable[Fault]) -> list[Fault]:
     """One finding for each cause, with all its lines, in the order of the first."""
-    found: dict[str, Finding] = {}
+    found: dict[str, Fault] = {}
     for each in findings:
         known = found.setdefault(each.cause, each)
         lines = dict.fromkeys((*known.where, *each.where))
@@ -113,7 +113,7 @@ class Verification(NamedTuple):
     precision: the numbers that were computed with, and where the user's code narrows them
     """
 
-    findings: list[Finding]
+    findings: list[Fault]
     compared: tuple[str, ...] = ()
     precision: str = ""
 

@@ -1,8 +1,8 @@
 """Where a loss stops to be a sum over samples: every value of its program, with all rows beside parts of them.
 
 A value is sound if it is the same whatever rows there are, has its rows, or pairs of rows, as parts have them, or is
-the sum of what it is in the parts. What a loss returns must be a sum. Where it is none, the operations to blame are those
-that make unsound values of sound ones, and whose values reach the result through unsound ones only.
+the sum of what it is in the parts. What a loss returns must be a sum. Where it is none, the operations to blame are
+those that make unsound values of sound ones, and whose values reach the result through unsound ones only.
 """
 
 import functools
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.plan.verify.program import PARTS, Program
+from jaxdist.plan.verify.program import PARTS_AXIS, Operations
 
-TRIED, ROUNDS = 6, 4  # roots that are tried one by one, and how often new ones are looked for
+TRIED, RETRIES = 6, 4  # roots that are tried one by one, and how often new ones are looked for
 
 
 class Kind(Enum):
@@ -149,7 +149,7 @@ class Follower:
 
     def __init__(
         self,
-        program: Program,
+        program: Operations,
         arguments: Sequence[Any],
         split: Sequence[bool],
         rows: Sequence[np.ndarray],
@@ -170,7 +170,7 @@ class Follower:
             run: Callable[..., Any] = functools.partial(program.run, which)
             axes = [0 if own else None for own in split]
             if shared:
-                run = jax.vmap(run, in_axes=(axes, 0), axis_name=PARTS)
+                run = jax.vmap(run, in_axes=(axes, 0), axis_name=PARTS_AXIS)
             self.runs.append(jax.jit(run, compiler_options=quick()))
         self.whole = self._all(0, list(arguments), None)
 
@@ -210,7 +210,7 @@ class Follower:
         patches: dict[int, list[Any]] = {}
         found: list[tuple[Root, Values]] = []
         first = values = self.values(patches)
-        for _ in range(ROUNDS):
+        for _ in range(RETRIES):
             if values.kinds[output] is Kind.SUM:
                 break
             known = [root for root, _ in found]

@@ -17,7 +17,7 @@ from jaxdist.jaxpr.evaluate import CALLS, apply
 from jaxdist.jaxpr.source import is_installed, line_of_user
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, opened, scan_of
 
-PARTS = "jaxdist.parts"  # the axis of a `vmap` over parts of a batch, over which a `batch_mean` adds up
+PARTS_AXIS = "jaxdist.parts"  # the axis of a `vmap` over parts of a batch, over which a `batch_mean` adds up
 UNROLLED = 64  # rounds of a loop that are looked at one by one
 
 
@@ -39,7 +39,7 @@ class Operation(NamedTuple):
     pair: tuple[Any, Any]
 
 
-class Program(NamedTuple):
+class Operations(NamedTuple):
     """A function as operations on numbered values. The first values are its arguments.
 
     given: values that are no result: constants and numbers in the program, by their number, of both sizes
@@ -81,7 +81,7 @@ class ProgramsDiffer(Exception):
     """Two traces hold different operations. The line of the first that differs."""
 
 
-def pair_up(whole: Any, part: Any, *, unroll: bool = False) -> Program:
+def pair_up(whole: Any, part: Any, *, unroll: bool = False) -> Operations:
     """The program of two closed jaxprs of the same function. Raises `ProgramsDiffer`.
 
     unroll: whether loops are taken apart into their rounds, unless they run over rows
@@ -89,7 +89,7 @@ def pair_up(whole: Any, part: Any, *, unroll: bool = False) -> Program:
     reader = _Reader(unroll)
     numbers = [reader.number() for _ in opened(whole).invars]
     outputs = reader.read(whole, part, numbers, "")
-    return Program(
+    return Operations(
         reader.operations, reader.given, frozenset(reader.constants), len(numbers), tuple(outputs), reader.count
     )
 

@@ -15,7 +15,7 @@ from jaxdist.jaxpr.walk import every_equation
 from jaxdist.parallel.batch_mean import SharedRows, shared_rows
 from jaxdist.parallel.loss_results import check_call, read_results
 from jaxdist.parallel.microbatch import keys_from
-from jaxdist.plan.verify.program import PARTS
+from jaxdist.plan.verify.program import PARTS_AXIS
 from jaxdist.specs import PyTree
 
 EXACT = 1e-9  # of the largest number, in float64
@@ -54,13 +54,13 @@ class Subject(NamedTuple):
         return total, found.weight, found.model_state
 
     def in_parts(self, *arguments: Any) -> tuple[Any, Any, PyTree]:
-        """`results` where a `batch_mean` adds up over the axis `PARTS` of a vmap."""
-        with shared_rows(SharedRows(axes=(PARTS,))):
+        """`results` where a `batch_mean` adds up over the axis `PARTS_AXIS` of a vmap."""
+        with shared_rows(SharedRows(axes=(PARTS_AXIS,))):
             return self.results(*arguments)
 
     def traced(self, function: Callable[..., Any], *, parts: int = 0) -> Any:
-        """The jaxpr of a function of the arguments. parts: the size of the axis `PARTS`, if it is to be there."""
-        environment = [(PARTS, parts)] if parts else None
+        """The jaxpr of a function of the arguments. parts: the size of the axis `PARTS_AXIS`, if it is to be there."""
+        environment = [(PARTS_AXIS, parts)] if parts else None
         # A new function each time: jax keeps traces by function.
         return jax.make_jaxpr(functools.partial(lambda *x: function(*x)), axis_env=environment)(*self.arguments)
 

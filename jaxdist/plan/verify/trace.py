@@ -11,7 +11,7 @@ from jaxdist.jaxpr.forbidden import LOCAL_SCOPE, refuse_collectives, refuse_in_f
 from jaxdist.jaxpr.randomness import drawn_with_stored_keys, moving
 from jaxdist.jaxpr.source import line_of_user
 from jaxdist.jaxpr.walk import every_equation, inner_jaxprs, primitives
-from jaxdist.plan.verify.findings import Finding
+from jaxdist.plan.verify.findings import Fault
 from jaxdist.plan.verify.program import ProgramsDiffer, installed, pair_up
 from jaxdist.plan.verify.subject import Subject, line_of
 
@@ -24,16 +24,16 @@ DEPENDS_ON_DATA = (
 CALLBACKS = primitives("pure_callback io_callback")
 
 
-def findings_of_trace(subject: Subject) -> tuple[list[Finding], bool]:
+def findings_of_trace(subject: Subject) -> tuple[list[Fault], bool]:
     """(what was found, whether the loss can be run: its program is one, and is the same for fewer rows)."""
     try:
         whole = subject.traced(subject.results)
     except DEPENDS_ON_DATA as error:
-        return [Finding("data-dependent shape", (line_of(error),), first_line(error))], False
+        return [Fault("data-dependent shape", (line_of(error),), first_line(error))], False
     except NameError as error:
         if "axis name" not in str(error):
             raise
-        return [Finding("collective", (line_of(error),), first_line(error))], False
+        return [Fault("collective", (line_of(error),), first_line(error))], False
     except UserError:
         raise
     except Exception as error:  # a user's code may fail in any way
@@ -43,26 +43,26 @@ def findings_of_trace(subject: Subject) -> tuple[list[Finding], bool]:
         try:
             check(whole)
         except UserError as error:
-            return [*found, Finding("refused", (), str(error))], False
+            return [*found, Fault("refused", (), str(error))], False
     calls = [site.equation for site in every_equation(whole) if site.equation.primitive.name in CALLBACKS]
-    found += [Finding("host callback", (line_of_user(each),)) for each in calls]
+    found += [Fault("host callback", (line_of_user(each),)) for each in calls]
     if (line := _differs(subject, whole)) is not None:
-        found.append(Finding("program differs at each trace", (line,)))
+        found.append(Fault("program differs at each trace", (line,)))
     local = [site.equation for site in every_equation(whole) if LOCAL_SCOPE in site.names]
     if local:
-        found.append(Finding("batch statistics", (line_of_user(local[0]),), "batch_mean(..., sync=False) asks for it"))
+        found.append(Fault("batch statistics", (line_of_user(local[0]),), "batch_mean(..., sync=False) asks for it"))
     return found, not calls and line is None
 
 
-def _of_randomness(subject: Subject, whole: Any) -> list[Finding]:
+def _of_randomness(subject: Subject, whole: Any) -> list[Fault]:
     count = len(jax.tree.leaves(subject.model_state))
     sizes = [len(jax.tree.leaves(tree)) for tree in subject.arguments]
     fresh = [move for size, move in zip(sizes, (False, True, True, False), strict=True) for move in [move] * size]
     try:
         lines = drawn_with_stored_keys(whole, moving(whole, fresh, count))
     except UserError as error:
-        return [Finding("randomness without keys", (), str(error))]
-    return [Finding("randomness without keys", tuple(dict.fromkeys(lines)))] if lines else []
+        return [Fault("randomness without keys", (), str(error))]
+    return [Fault("randomness without keys", tuple(dict.fromkeys(lines)))] if lines else []
 
 
 def _differs(subject: Subject, whole: Any) -> str | None:
@@ -106,7 +106,7 @@ def _calls_of_users(jaxpr: Any) -> bool:
     )
 
 
-def of_fewer_rows(subject: Subject, rows: Any, whole: Any, trace: Any) -> tuple[Any, list[Finding]]:
+def of_fewer_rows(subject: Subject, rows: Any, whole: Any, trace: Any) -> tuple[Any, list[Fault]]:
     """(the jaxpr of the loss with some of the rows, or None; why it has none)."""
     try:
         return trace(subject.part(rows)), []
@@ -116,7 +116,7 @@ def of_fewer_rows(subject: Subject, rows: Any, whole: Any, trace: Any) -> tuple[
         line = line_of(error)
         told = f"with {len(rows)} of {subject.rows} rows: {first_line(error)}"
         closed = holds_constant(whole, line, subject.rows)
-        return None, [Finding("closed-over rows" if closed else "fixed number of rows", (line,), told)]
+        return None, [Fault("closed-over rows" if closed else "fixed number of rows", (line,), told)]
 
 
 def holds_constant(whole: Any, line: str, rows: int) -> bool:

@@ -22,7 +22,7 @@ from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.plan.verify.adds_up import Adder
-from jaxdist.plan.verify.findings import Finding, Verification, together
+from jaxdist.plan.verify.findings import Fault, Verification, together
 from jaxdist.plan.verify.layout import differences, layout_text, train
 from jaxdist.plan.verify.program import pair_up
 from jaxdist.plan.verify.subject import (
@@ -41,7 +41,7 @@ from jaxdist.precision.policy import make_precision
 from jaxdist.specs import PyTree, leaves_by_name
 from jaxdist.step import make_train_step
 
-STEPS = 2  # so that the second has other keys, other parameters and another model_state
+STEPS_COMPARED = 2  # so that the second has other keys, other parameters and another model_state
 
 
 def verify(
@@ -62,7 +62,7 @@ def verify(
     options, keywords: a `StepOptions`, or its fields, as for `make_train_step`. It computes in float64, whatever the
         precision is, so that rounding hides nothing.
 
-    Each cause is a `Finding`: a line with the place in your file and the remedy. Raises `UserError` for arguments that
+    Each cause is a `Fault`: a line with the place in your file and the remedy. Raises `UserError` for arguments that
     `make_train_step` refuses too, and for a loss that does not run.
 
     >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).mean(), 1.0)
@@ -123,7 +123,7 @@ def _verify_loss(subject: Subject, mesh: Mesh, options: StepOptions) -> Verifica
         if apart and not found:
             found = together(adder.findings_of(_parts(mesh, options)))
     if apart and not found:
-        found = [Finding("layouts differ", (), "; ".join(apart))]
+        found = [Fault("layouts differ", (), "; ".join(apart))]
     else:
         compared += apart
     return Verification(found, tuple(compared), told)
@@ -173,7 +173,7 @@ def order_of_use(subject: Subject, whole: Any) -> list[str]:
 
 
 def _layouts(
-    subject: Subject, mesh: Mesh, options: StepOptions, tol: float, order: Sequence[str], found: list[Finding]
+    subject: Subject, mesh: Mesh, options: StepOptions, tol: float, order: Sequence[str], found: list[Fault]
 ) -> list[str]:
     """What differs between one device and the layout. Where causes were found, the layout may not run."""
     dtype = str(jax.tree.leaves(subject.params)[0].dtype)
@@ -184,12 +184,12 @@ def _layouts(
         try:
             state = init_state(subject.params, optimizer, where, how, model_state=subject.model_state)
             step = make_train_step(subject.loss, optimizer, where, how)
-            runs.append(train(step, state, [subject.batch] * STEPS))
+            runs.append(train(step, state, [subject.batch] * STEPS_COMPARED))
         except Exception as error:  # a user's code may fail in any way with as few rows as a device has
             if not found and isinstance(error, UserError):
                 raise
             told = f"the layout does not run: {first_line(error)}"
             if not found:
-                found.append(Finding("fixed number of rows", (line_of(error),), told))
+                found.append(Fault("fixed number of rows", (line_of(error),), told))
             return [told]
     return [f"{layout_text(mesh, options)}: {each}" for each in differences(runs[1], runs[0], order, tol)]

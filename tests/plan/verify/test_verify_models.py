@@ -20,7 +20,7 @@ from jaxdist.cli.runs.verify import main
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.verify import models
+from jaxdist.plan.verify import configs
 
 SMALL = ["model.layers=4", "model.width=16", "model.heads=4", "data.global_batch=16", "data.seq_len=8"]
 OFF = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1"]
@@ -40,8 +40,8 @@ def verified(overrides: list[str]) -> Any:
     config = load_config("configs/quickstart.yaml", [*SMALL, *OFF, *overrides], planned=True)
     sizes = dataclasses.asdict(config.mesh)
     mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    drawn = models.synthetic(config, mesh)
-    return models.verify_config(config, mesh, [next(drawn) for _ in range(3)], lambda _: None)
+    drawn = configs.synthetic(config, mesh)
+    return configs.verify_config(config, mesh, [next(drawn) for _ in range(3)], lambda _: None)
 
 
 @pytest.mark.parametrize("name", levels(LAYOUTS, slow=2))
