@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist.plan.verify.causes import BODIES, named
+from jaxdist.plan.verify.causes import BODIES, faults_of_roots
 from jaxdist.plan.verify.findings import Fault
 from jaxdist.plan.verify.follow import Follower, Kind, close, quick
 from jaxdist.plan.verify.program import PARTS_AXIS, ProgramsDiffer, pair_up
@@ -26,14 +26,14 @@ class _Totals(NamedTuple):
     grads: dict[str, np.ndarray]
 
 
-def parts_of(rows: int, parts: int) -> list[np.ndarray]:
+def equal_parts(rows: int, parts: int) -> list[np.ndarray]:
     """The rows of equal parts, in order."""
     return np.split(np.arange(rows), parts)
 
 
 def halves(rows: int) -> list[np.ndarray]:
     """The rows of two halves, or of the fewest equal parts."""
-    return parts_of(rows, next(count for count in range(2, rows + 1) if not rows % count))
+    return equal_parts(rows, next(count for count in range(2, rows + 1) if not rows % count))
 
 
 def orders(rows: int) -> list[np.ndarray]:
@@ -92,7 +92,7 @@ class Adder:
 
     def findings_of(self, count: int) -> list[Fault]:
         """The causes by so many equal parts, for a layout that differs where halves add up."""
-        cut, everything = parts_of(self.subject.rows, count), np.arange(self.subject.rows)
+        cut, everything = equal_parts(self.subject.rows, count), np.arange(self.subject.rows)
         jaxprs = self._trace(self.subject, parts=1), self._trace(self.subject.part(cut[0]), parts=count)
         return self._explained(self.totals([everything])[0], self.totals(cut), cut, jaxprs)
 
@@ -158,7 +158,7 @@ class Adder:
             places = [output, follower.program.outputs[SUM]]
             lines = [line for line in (self._line_of(follower, number) for number in places) if line is not None]
             return [Fault("constant weight" if what == "weight" else "penalty in each call", tuple(lines[:1]))]
-        return named(follower, roots, output, keys=self._keys)
+        return faults_of_roots(follower, roots, output, keys=self._keys)
 
     @staticmethod
     def _line_of(follower: Follower, number: int) -> str | None:

@@ -21,7 +21,7 @@ LINEAR = primitives(
 BODIES = primitives("scan while cond")
 
 
-def named(follower: Follower, roots: list[tuple[Root, Values]], output: int, *, keys: int) -> list[Fault]:
+def faults_of_roots(follower: Follower, roots: list[tuple[Root, Values]], output: int, *, keys: int) -> list[Fault]:
     """The findings of roots, one a line: a root that rows are read for tells more than one that is made of numbers.
 
     keys: the number of the argument that random keys are

@@ -19,8 +19,8 @@ from jaxdist.optim import only_trained
 from jaxdist.parallel.pipeline.stages import arrange_rows, rows_of_blocks
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.verify.findings import Verification
-from jaxdist.plan.verify.layout import Training, layout_text, train
-from jaxdist.plan.verify.models import in_order, verdict
+from jaxdist.plan.verify.layout import Training, layout_text, train_steps
+from jaxdist.plan.verify.models import in_model_order, verdict
 from jaxdist.plan.verify.subject import in_float64, moved
 from jaxdist.plan.verify.verify import verify
 from jaxdist.precision.policy import make_precision
@@ -110,4 +110,4 @@ def _run(parts: Parts, mesh: Mesh, params: PyTree, batches: Sequence[PyTree]) ->
     state = place_params(params, tx, parts.target)
     step = make_train_step(parts.model, parts.optimizer, mesh, replace(parts.options, return_grads=True))
     batches = [in_float64(batch) for batch in batches]
-    return train(step, state, batches, functools.partial(in_order, rows_of_blocks(parts.order)))
+    return train_steps(step, state, batches, functools.partial(in_model_order, rows_of_blocks(parts.order)))

@@ -30,13 +30,13 @@ class Training(NamedTuple):
     narrow: tuple[int, list[str]] = (8, [])
 
 
-def train(
+def train_steps(
     step: TrainStep,
     state: TrainState,
     batches: Sequence[PyTree],
-    in_order: Callable[[PyTree], PyTree] = lambda tree: tree,
+    in_model_order: Callable[[PyTree], PyTree] = lambda tree: tree,
 ) -> Training:
-    """step: with `return_grads`. in_order: puts stacked blocks into the order of the model."""
+    """step: with `return_grads`. in_model_order: puts stacked blocks into the order of the model."""
     losses, grads = [], []
     mesh = state.step.sharding.mesh
     sharding = NamedSharding(mesh, batch_spec(mesh))
@@ -46,11 +46,11 @@ def train(
     for batch in batches:
         state, metrics = program(state, batch)
         losses.append(float(metrics["loss"]))
-        grads.append(in_order(jax.device_get(metrics["grads"])))
+        grads.append(in_model_order(jax.device_get(metrics["grads"])))
     return Training(
         losses,
         grads,
-        in_order(jax.device_get(state.params)),
+        in_model_order(jax.device_get(state.params)),
         jax.device_get(state.model_state),
         narrowing(without_dead_code(traced.jaxpr)),
     )

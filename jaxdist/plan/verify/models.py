@@ -19,7 +19,7 @@ from jaxdist.optim import only_trained
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks, rows_of_blocks
 from jaxdist.plan.verify.findings import Fault, Verification
-from jaxdist.plan.verify.layout import Training, differences, layout_text, train
+from jaxdist.plan.verify.layout import Training, differences, layout_text, train_steps
 from jaxdist.plan.verify.subject import in_float64, moved, precision_text, tolerance
 from jaxdist.precision.policy import make_precision
 from jaxdist.specs import STACKED, PyTree, leaves_by_name
@@ -71,22 +71,23 @@ def _trained(
     stored, back = params, _same
     if order is not None:
         stored = {**params, STACKED: arrange_rows(params[STACKED], order)}
-        back = functools.partial(in_order, rows_of_blocks(order))
+        back = functools.partial(in_model_order, rows_of_blocks(order))
     state = place_params(stored, only_trained(optimizer, options.freeze, rules_of(model)), target)
     batches = [in_float64(batch) for batch in batches]
-    return train(make_train_step(model, optimizer, mesh, options), state, batches, back)
+    return train_steps(make_train_step(model, optimizer, mesh, options), state, batches, back)
 
 
 def _same(tree: PyTree) -> PyTree:
     return tree
 
 
-def in_order(rows: np.ndarray, tree: PyTree) -> PyTree:
+def in_model_order(rows: np.ndarray, tree: PyTree) -> PyTree:
     """Parameters or gradients with their blocks in the order of the model. rows: where each is stored."""
     return {**tree, STACKED: jax.tree.map(lambda leaf: leaf[rows], tree[STACKED])}
 
 
 def verdict(got: Training, want: Training, mesh: AnyMesh, options: StepOptions, left_out: str = "") -> Verification:
+    """What two trainings say. left_out: of the layout, in words."""
     units = {"embed": 0, STACKED: 1, "head": 2}
     order = sorted(leaves_by_name(want.params), key=lambda name: units.get(name.partition(".")[0], 3))
     size, lines = min(got.narrow, want.narrow)

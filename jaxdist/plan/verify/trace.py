@@ -29,15 +29,15 @@ def findings_of_trace(subject: Subject) -> tuple[list[Fault], bool]:
     try:
         whole = subject.traced(subject.results)
     except DEPENDS_ON_DATA as error:
-        return [Fault("data-dependent shape", (line_of(error),), first_line(error))], False
+        return [Fault("data-dependent shape", (line_of(error),), first_line_of(error))], False
     except NameError as error:
         if "axis name" not in str(error):
             raise
-        return [Fault("collective", (line_of(error),), first_line(error))], False
+        return [Fault("collective", (line_of(error),), first_line_of(error))], False
     except UserError:
         raise
     except Exception as error:  # a user's code may fail in any way
-        raise UserError(f"loss_fn: {type(error).__name__} at {line_of(error)}: {first_line(error)}") from error
+        raise UserError(f"loss_fn: {type(error).__name__} at {line_of(error)}: {first_line_of(error)}") from error
     found = _of_randomness(subject, whole)
     for check in (refuse_in_forward, refuse_collectives):
         try:
@@ -114,7 +114,7 @@ def of_fewer_rows(subject: Subject, rows: Any, whole: Any, trace: Any) -> tuple[
         raise
     except Exception as error:  # of the user's code, which ran with all rows
         line = line_of(error)
-        told = f"with {len(rows)} of {subject.rows} rows: {first_line(error)}"
+        told = f"with {len(rows)} of {subject.rows} rows: {first_line_of(error)}"
         closed = holds_constant(whole, line, subject.rows)
         return None, [Fault("closed-over rows" if closed else "fixed number of rows", (line,), told)]
 
@@ -131,6 +131,6 @@ def holds_constant(whole: Any, line: str, rows: int) -> bool:
     )
 
 
-def first_line(error: BaseException) -> str:
+def first_line_of(error: BaseException) -> str:
     """The first line of an exception's text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -23,7 +23,7 @@ from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.plan.verify.adds_up import Adder
 from jaxdist.plan.verify.findings import Fault, Verification, together
-from jaxdist.plan.verify.layout import differences, layout_text, train
+from jaxdist.plan.verify.layout import differences, layout_text, train_steps
 from jaxdist.plan.verify.program import pair_up
 from jaxdist.plan.verify.subject import (
     NARROW,
@@ -36,7 +36,7 @@ from jaxdist.plan.verify.subject import (
     tolerance,
     widened,
 )
-from jaxdist.plan.verify.trace import findings_of_trace, first_line
+from jaxdist.plan.verify.trace import findings_of_trace, first_line_of
 from jaxdist.precision.policy import make_precision
 from jaxdist.specs import PyTree, leaves_by_name
 from jaxdist.step import make_train_step
@@ -140,7 +140,7 @@ def _wide(subject: Subject, seed: int) -> Iterator[tuple[Subject, int, str]]:
         except UserError:
             raise
         except Exception as error:  # code that is written for float32 only
-            why = f"it does not run in float64 ({line_of(error)}: {first_line(error)})"
+            why = f"it does not run in float64 ({line_of(error)}: {first_line_of(error)})"
         else:
             size, lines = narrowing(without_dead_code(jaxpr))
             yield wide, size, precision_text(size, lines)
@@ -184,11 +184,11 @@ def _layouts(
         try:
             state = init_state(subject.params, optimizer, where, how, model_state=subject.model_state)
             step = make_train_step(subject.loss, optimizer, where, how)
-            runs.append(train(step, state, [subject.batch] * STEPS_COMPARED))
+            runs.append(train_steps(step, state, [subject.batch] * STEPS_COMPARED))
         except Exception as error:  # a user's code may fail in any way with as few rows as a device has
             if not found and isinstance(error, UserError):
                 raise
-            told = f"the layout does not run: {first_line(error)}"
+            told = f"the layout does not run: {first_line_of(error)}"
             if not found:
                 found.append(Fault("fixed number of rows", (line_of(error),), told))
             return [told]
