@@ -106,7 +106,7 @@ def _verify_loss(target: str, example: str | None, overrides: Sequence[str]) -> 
     mesh = _start(config)
     from jaxdist import registry
     from jaxdist.build import step_options
-    from jaxdist.plan.verify.verify import verify
+    from jaxdist.plan.verify.check import verify_training
 
     loss, made = (
         registry.load("jaxdist.models", each.replace(":", "."), key=key)
@@ -117,4 +117,4 @@ def _verify_loss(target: str, example: str | None, overrides: Sequence[str]) -> 
         raise UserError(f"--example: {example} gives a {type(result).__name__}; allowed: (params, batch), a tuple")
     params, batch, *state = result
     options = step_options(config, mesh)
-    return verify(loss, params, batch, mesh, options=options, **({"model_state": state[0]} if state else {}))
+    return verify_training(loss, params, batch, mesh, options=options, **({"model_state": state[0]} if state else {}))

@@ -18,11 +18,11 @@ from jaxdist.model import ModelDef, rules_of
 from jaxdist.optim import only_trained
 from jaxdist.parallel.pipeline.stages import arrange_rows, rows_of_blocks
 from jaxdist.plan.compiled.memory import batch_of
+from jaxdist.plan.verify.check import verify_training
 from jaxdist.plan.verify.findings import Verification
 from jaxdist.plan.verify.layout import Training, layout_text, train_steps
-from jaxdist.plan.verify.models import in_model_order, verdict
+from jaxdist.plan.verify.models import blocks_in_order, verdict
 from jaxdist.plan.verify.subject import in_float64, moved
-from jaxdist.plan.verify.verify import verify
 from jaxdist.precision.policy import make_precision
 from jaxdist.specs import STACKED, PyTree
 from jaxdist.state import place_params
@@ -91,7 +91,7 @@ def verify_config(config: Config, mesh: Mesh, batches: Sequence[PyTree], seen: C
         seen("the loss of a module: its trace, its parts, then the layout")
         parts = assemble(config, mesh)
         options = replace(parts.options, precision=make_precision("fp32"))
-        return verify(parts.model, None, batches[0], mesh, options=options)
+        return verify_training(parts.model, None, batches[0], mesh, options=options)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         alone_mesh = make_mesh(devices=[mesh.devices.flat[0]])
         alone = assemble(on_one_device(wide), alone_mesh)
@@ -110,4 +110,4 @@ def _run(parts: Parts, mesh: Mesh, params: PyTree, batches: Sequence[PyTree]) ->
     state = place_params(params, tx, parts.target)
     step = make_train_step(parts.model, parts.optimizer, mesh, replace(parts.options, return_grads=True))
     batches = [in_float64(batch) for batch in batches]
-    return train_steps(step, state, batches, functools.partial(in_model_order, rows_of_blocks(parts.order)))
+    return train_steps(step, state, batches, functools.partial(blocks_in_order, rows_of_blocks(parts.order)))

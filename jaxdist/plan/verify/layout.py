@@ -34,9 +34,9 @@ def train_steps(
     step: TrainStep,
     state: TrainState,
     batches: Sequence[PyTree],
-    in_model_order: Callable[[PyTree], PyTree] = lambda tree: tree,
+    blocks_in_order: Callable[[PyTree], PyTree] = lambda tree: tree,
 ) -> Training:
-    """step: with `return_grads`. in_model_order: puts stacked blocks into the order of the model."""
+    """step: with `return_grads`. blocks_in_order: puts stacked blocks into the order of the model."""
     losses, grads = [], []
     mesh = state.step.sharding.mesh
     sharding = NamedSharding(mesh, batch_spec(mesh))
@@ -46,11 +46,11 @@ def train_steps(
     for batch in batches:
         state, metrics = program(state, batch)
         losses.append(float(metrics["loss"]))
-        grads.append(in_model_order(jax.device_get(metrics["grads"])))
+        grads.append(blocks_in_order(jax.device_get(metrics["grads"])))
     return Training(
         losses,
         grads,
-        in_model_order(jax.device_get(state.params)),
+        blocks_in_order(jax.device_get(state.params)),
         jax.device_get(state.model_state),
         narrowing(without_dead_code(traced.jaxpr)),
     )

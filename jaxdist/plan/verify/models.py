@@ -71,7 +71,7 @@ def _trained(
     stored, back = params, _same
     if order is not None:
         stored = {**params, STACKED: arrange_rows(params[STACKED], order)}
-        back = functools.partial(in_model_order, rows_of_blocks(order))
+        back = functools.partial(blocks_in_order, rows_of_blocks(order))
     state = place_params(stored, only_trained(optimizer, options.freeze, rules_of(model)), target)
     batches = [in_float64(batch) for batch in batches]
     return train_steps(make_train_step(model, optimizer, mesh, options), state, batches, back)
@@ -81,7 +81,7 @@ def _same(tree: PyTree) -> PyTree:
     return tree
 
 
-def in_model_order(rows: np.ndarray, tree: PyTree) -> PyTree:
+def blocks_in_order(rows: np.ndarray, tree: PyTree) -> PyTree:
     """Parameters or gradients with their blocks in the order of the model. rows: where each is stored."""
     return {**tree, STACKED: jax.tree.map(lambda leaf: leaf[rows], tree[STACKED])}
 

@@ -44,7 +44,7 @@ from jaxdist.step import make_train_step
 STEPS_COMPARED = 2  # so that the second has other keys, other parameters and another model_state
 
 
-def verify(
+def verify_training(
     loss: UserLoss | ModelDef,
     params: PyTree,
     batch: PyTree,
