@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxdist.parallel.strategy import Strategy as Strategy
     from jaxdist.plan.traced.ledger import ledger as ledger
     from jaxdist.plan.traced.sharding import sharding_table as sharding_table
+    from jaxdist.plan.verify import verify as verify
     from jaxdist.precision.policy import Precision as Precision
     from jaxdist.pretrained.open import open_pretrained as open_pretrained
     from jaxdist.specs import BATCH_SPEC as BATCH_SPEC
@@ -84,6 +85,7 @@ _HOME = {
     "sharding_table": "jaxdist.plan.traced.sharding",
     "spawn": "jaxdist.launcher.spawn",
     "state_target": "jaxdist.init",
+    "verify": "jaxdist.plan.verify",
 }
 
 _FOLDERS = ("checkpoint", "collectives", "data", "nn", "optim", "precision", "runtime")

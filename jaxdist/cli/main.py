@@ -25,6 +25,7 @@ COMMANDS = {
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
     "plan": Command("jaxdist.cli.plan", "choose the layout that trains fastest on a cluster, or compile a step for it"),
     "calibrate": Command("jaxdist.cli.runs.calibrate", "measure blocks and links here, for plans"),
+    "verify": Command("jaxdist.cli.runs.verify", "does a model train the same in this layout? If not, why, and where"),
     "cost": Command("jaxdist.cli.cost", "what communication costs on several hosts, by formulas; links and machines"),
     "doctor": Command("jaxdist.cli.doctor", "check this machine, or all hosts of a job"),
     "checkpoint": Command("jaxdist.cli.runs.checkpoint", "list, verify, export, import and average checkpoints"),

@@ -34,10 +34,10 @@ def moving(jaxpr: Any, fresh: Sequence[bool], carried: int) -> list[bool]:
         moves = left
 
 
-def refuse_stored_keys(jaxpr: Any, moves: Sequence[bool]) -> None:
-    """Raise `UserError` if a program draws random numbers with a key that is computed from nothing that moves.
+def drawn_with_stored_keys(jaxpr: Any, moves: Sequence[bool]) -> list[str]:
+    """The lines where a program draws random numbers with a key that is computed from nothing that moves.
 
-    moves: whether each argument is another one at every step.
+    moves: whether each argument is another one at every step. Raises `UserError` for draws that take no key.
     """
     frozen = []
 
@@ -55,7 +55,12 @@ def refuse_stored_keys(jaxpr: Any, moves: Sequence[bool]) -> None:
         frozen.append(line_of_user(next(calls, equation)))
 
     depends(without_dead_code(jaxpr), moves, visit)
-    if frozen:
+    return frozen
+
+
+def refuse_stored_keys(jaxpr: Any, moves: Sequence[bool]) -> None:
+    """Raise `UserError` if a program draws random numbers with a stored key (`drawn_with_stored_keys`)."""
+    if frozen := drawn_with_stored_keys(jaxpr, moves):
         raise UserError(
             f"loss_fn: draws random numbers with a stored key, the same at every step ({frozen[0]}); use the keys that "
             "loss_fn is given: for stored Rngs jaxdist.nnx_loss(model, fn), or nnx.reseed(model, default=keys[0], ...);"

@@ -1,5 +1,7 @@
 """Microbatches: the rules for the size of a batch, its cut into microbatches, and the dropout keys of its rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -49,8 +51,13 @@ def with_seed(program: Program, parts: PyTree, seed: jax.Array | float) -> PyTre
 
 
 def sample_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
-    """Dropout keys [rows] of this device's rows. Each folds seed, step and the row's number in the global batch."""
+    """Dropout keys [rows] of this device's rows (`keys_from`)."""
+    return keys_from(rank(BATCH_AXES) * rows, seed, step, rows)
+
+
+def keys_from(first: Any, seed: int, step: Any, rows: int) -> jax.Array:
+    """Dropout keys [rows]. Each folds seed, step and the row's number in the global batch, which begins at `first`."""
     # By name: with other generators that jax may be set to, a vmap over keys draws other numbers than each key alone.
     stem = jax.random.key(seed, impl="threefry2x32")
-    key, first = jax.random.fold_in(stem, step), rank(BATCH_AXES) * rows
+    key = jax.random.fold_in(stem, step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows, dtype=jnp.int32))

@@ -105,7 +105,7 @@ LINK_RATES: dict[str, float] = {
 
 
 def rate_of_link(text: str, *, key: str) -> float:
-    """Bytes a second of a rate such as "10gbit", or of a name of `LINK_RATES`. Raises `UserError`, which names `key`."""
+    """Bytes a second of a rate such as "10gbit", or of a name of `LINK_RATES`. Raises `UserError`, naming `key`."""
     if text in LINK_RATES:
         return LINK_RATES[text]
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)[kmg]bit", text)

@@ -96,6 +96,7 @@ NOT_RUN = {
         ("docs/ray.md", "jaxdist launch --ray"),
     ],
     "it takes minutes": [
+        ("docs/verify.md", "jaxdist verify quickstart"),
         ("docs/bert.md", "python scripts/train.py --config configs/bert_stdlib.yaml"),
         ("docs/distillation.md", "jaxdist train distill_quickstart model.width=128"),
         ("docs/distillation.md", "jaxdist train distill_quickstart distill.teacher=runs/teacher"),

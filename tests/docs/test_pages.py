@@ -64,6 +64,7 @@ WHOLE = {  # pages whose blocks one test runs
     "docs/data_parallel.md": "test_the_page_shows_what_lab_data_parallel_prints",
     "docs/collectives.md": "test_the_programs_on_the_page_run",
     "docs/pipeline.md": "test_the_page_shows_what_is_printed",
+    "docs/verify.md": "test_the_page_shows_what_verify_prints",
     "docs/tutorials/fine_tune.md": "test_a_tutorial_prints_what_it_shows",
     "docs/tutorials/first_run.md": "test_a_tutorial_prints_what_it_shows",
     "docs/tutorials/own_model.md": "test_a_tutorial_prints_what_it_shows",

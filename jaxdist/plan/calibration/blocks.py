@@ -122,10 +122,8 @@ def _passes(config: Config) -> Callable[[], Any]:
 
 def _update(config: Config) -> tuple[Callable[[], Any], int]:
     """(an update by the configured optimizer, the bytes of parameters and state)."""
-    optimizer, shapes = (
-        optimizer_of(config),
-        make_model(config, precision_of(config.precision), stages=1, training=True).shapes,
-    )
+    optimizer = optimizer_of(config)
+    shapes = make_model(config, precision_of(config.precision), stages=1, training=True).shapes  # type: ignore[union-attr]
     device = jax.local_devices()[0]
     params = jax.tree.map(lambda each: jax.device_put(np.full(each.shape, 0.02, each.dtype), device), shapes)
     opt_state = jax.jit(optimizer.init)(params)

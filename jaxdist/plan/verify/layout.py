@@ -1,0 +1,108 @@
+"""Training in two layouts, and what differs: losses, gradients leaf by leaf, parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist.jaxpr.evaluate import without_dead_code
+from jaxdist.mesh import AnyMesh
+from jaxdist.parallel.options import StepOptions
+from jaxdist.plan.verify.follow import quick
+from jaxdist.plan.verify.subject import narrowing
+from jaxdist.specs import PyTree, batch_spec, leaves_by_name
+from jaxdist.state import TrainState
+from jaxdist.train_step import TrainStep
+
+
+class Training(NamedTuple):
+    """Some steps: the loss and the gradients of each, and parameters and model_state after the last, on the host.
+
+    narrow: `narrowing` of the step
+    """
+
+    losses: list[float]
+    grads: list[PyTree]
+    params: PyTree
+    model_state: PyTree = ()
+    narrow: tuple[int, list[str]] = (8, [])
+
+
+def train_steps(
+    step: TrainStep,
+    state: TrainState,
+    batches: Sequence[PyTree],
+    blocks_in_order: Callable[[PyTree], PyTree] = lambda tree: tree,
+) -> Training:
+    """step: with `return_grads`. blocks_in_order: puts stacked blocks into the order of the model."""
+    losses, grads = [], []
+    mesh = state.step.sharding.mesh
+    sharding = NamedSharding(mesh, batch_spec(mesh))
+    batches = [jax.device_put(batch, sharding) for batch in batches]
+    traced = step.trace(state, batches[0])
+    program = traced.lower().compile(compiler_options=quick())
+    for batch in batches:
+        state, metrics = program(state, batch)
+        losses.append(float(metrics["loss"]))
+        grads.append(blocks_in_order(jax.device_get(metrics["grads"])))
+    return Training(
+        losses,
+        grads,
+        blocks_in_order(jax.device_get(state.params)),
+        jax.device_get(state.model_state),
+        narrowing(without_dead_code(traced.jaxpr)),
+    )
+
+
+def differences(got: Training, want: Training, order: Sequence[str], tol: float) -> list[str]:
+    """A line for each kind of thing that differs. order: names of parameters, in the order of their first use."""
+    found = []
+    for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
+        if not abs(a - b) <= tol * max(abs(a), abs(b)):
+            found.append(f"loss of step {step + 1}: {a:.12g}, on one device {b:.12g}")
+            break
+    for step, (grads, wanted) in enumerate(zip(got.grads, want.grads, strict=True)):
+        if line := _apart(f"gradients of step {step + 1}", grads, wanted, order, tol):
+            found.append(line)
+            break
+    for what in ("params", "model_state"):
+        pair = getattr(got, what), getattr(want, what)
+        if line := _apart(f"{what} after {len(got.losses)} steps", *pair, order, tol):
+            found.append(line)
+    return found
+
+
+def layout_text(mesh: AnyMesh, options: StepOptions) -> str:
+    """The layout in words."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    strategy = options.strategy if isinstance(options.strategy, str) else getattr(options.strategy, "__name__", "")
+    return f"{sizes}, {strategy}, {options.microbatches} microbatches"
+
+
+def _apart(what: str, got: PyTree, want: PyTree, order: Sequence[str], tol: float) -> str | None:
+    """A line about the leaves that differ, the first in order of use with the ratio; None where none does."""
+    ours, theirs = leaves_by_name(got), leaves_by_name(want)
+    largest = max((float(np.abs(leaf).max(initial=0)) for leaf in theirs.values()), default=0.0)
+    far = []
+    for name, b in theirs.items():
+        a = ours[name]
+        # A leaf that is zero but for rounding is compared with the others.
+        size = max(float(np.abs(a).max(initial=0)), float(np.abs(b).max(initial=0)), 1e-3 * largest)
+        if not (np.abs(np.asarray(a, np.float64) - b) <= tol * size).all():
+            far.append(name)
+    if not far:
+        return None
+    place = {name: i for i, name in enumerate(order)}
+    first = min(far, key=lambda name: place.get(name, len(place)))
+    told = _beside(ours[first], theirs[first])
+    return f"{what}: {len(far)} of {len(theirs)} differ; the first that is used: {first}, {told}"
+
+
+def _beside(a: Any, b: Any) -> str:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    ratio = float((a * b).sum() / max(float((b * b).sum()), 1e-300))
+    if np.abs(a - ratio * b).max(initial=0) <= 1e-6 * np.abs(a).max(initial=0):
+        return f"{ratio:.6g} times that of one device"
+    return f"{np.abs(a - b).max():.3g} apart, of {np.abs(b).max():.3g}"

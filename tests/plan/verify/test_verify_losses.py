@@ -1,0 +1,100 @@
+"""`jaxdist.verify` names what is wrong with a loss, and the line; it finds nothing wrong with losses that are right."""
+
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import right_losses
+import wrong_losses
+from wrong_losses import BATCH, PARAMS, WRONG
+
+import jaxdist
+from jaxdist.errors import UserError
+
+CHEAP = ("chosen_rows", "closed_over", "callback", "numpy_random", "mean")
+CHEAP_RIGHT = ("picked_by_number",)
+
+
+def levels_of(names: Any, often: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in often else [pytest.mark.slow]) for name in names]
+
+
+def verified(loss: Any, params: Any = PARAMS) -> Any:
+    return jaxdist.verify(loss, params, BATCH, jaxdist.make_mesh(data=2, fsdp=2), strategy="zero3")
+
+
+def marked(loss: Any) -> str:
+    """The line with the mark, as findings have it."""
+    lines, first = inspect.getsourcelines(loss)
+    [place] = [i for i, line in enumerate(lines) if line.rstrip().endswith("# wrong")]
+    return f"wrong_losses.py:{first + place}"
+
+
+@pytest.mark.parametrize("name", levels_of(WRONG, CHEAP))
+def test_what_is_wrong_is_named_with_its_line(name: str) -> None:
+    loss, cause = WRONG[name]
+    found = verified(loss)
+    assert [each.cause for each in found.findings] == [cause], str(found)
+    assert found.findings[0].where == (marked(loss),)
+    assert "\n" not in str(found.findings[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", wrong_losses.MODULES)
+def test_what_is_wrong_with_the_loss_of_a_module_is_named(name: str) -> None:
+    loss, cause = wrong_losses.MODULES[name]
+    found = verified(loss, None)
+    assert [each.cause for each in found.findings] == [cause]
+    assert found.findings[0].where[0].startswith("wrong_losses.py:")
+
+
+@pytest.mark.parametrize("name", levels_of(right_losses.RIGHT, CHEAP_RIGHT))
+def test_nothing_is_found_in_what_is_right(name: str) -> None:
+    found = verified(right_losses.RIGHT[name])
+    assert found.clean, str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", right_losses.MODULES)
+def test_nothing_is_found_in_the_loss_of_a_module_that_is_right(name: str) -> None:
+    found = verified(right_losses.MODULES[name], None)
+    assert found.clean, str(found)
+
+
+@pytest.mark.slow
+def test_two_faults_are_two_lines_and_the_second_is_seen_behind_the_first() -> None:
+    def loss(p: Any, b: Any, keys: Any) -> Any:
+        h = (b["x"] @ p["w"]).mean(1)
+        h = h - h.mean(0)
+        return (h**2).sum() + 0.1 * (p["v"] ** 2).sum(), len(h)
+
+    found = verified(loss).findings
+    assert [each.cause for each in found] == ["batch statistics", "penalty in each call"]
+
+
+@pytest.mark.slow
+def test_a_precision_that_a_loss_narrows_is_said() -> None:
+    found = verified(right_losses.RIGHT["cast_to_float32"])
+    assert "float64 is narrowed at right_losses.py:" in found.precision
+    assert "compared to 0.0001 only" in found.precision
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss": 3}, "loss: is a int; allowed: a ModelDef, or a loss_fn"),
+        ({"params": None}, "params: None; allowed: the parameters of a loss_fn of your own"),
+        ({"mesh": 4}, "mesh: is a int; allowed: a mesh with devices"),
+        ({"batch": np.ones((1, 4))}, "batch: leaves of \\[1\\] rows; allowed: .* of 2 rows or more"),
+        ({"loss": lambda p, b, k: p["w"].sum()}, "loss_fn: must return two scalars"),
+        ({"loss": lambda p, b, k: (p["none"], 1)}, "loss_fn: KeyError at test_verify_losses.py:"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_one_line(changed: dict[str, Any], message: str) -> None:
+    given = {"loss": right_losses.plain, "params": PARAMS, "batch": BATCH, "mesh": jaxdist.make_mesh(fsdp=2)}
+    with pytest.raises(UserError, match=message):
+        jaxdist.verify(**(given | changed))
+    assert not jax.config.read("jax_enable_x64")
