@@ -78,7 +78,7 @@ def summary(ratios: list[float]) -> dict[str, Any]:
 def closed(found: dict[str, Any], known: Any) -> dict[str, Any]:
     """`found`, with the closed form of its configuration. known: a `jaxdist.plan.closed.leaves.Known`."""
     from jaxdist.config.load import load_config
-    from jaxdist.plan.closed.memory import PEAK, memory_of
+    from jaxdist.plan.closed.memory.peak import PEAK, memory_of
     from jaxdist.plan.explain import COMPILED_PEAK
 
     config = load_config(QUICKSTART, found["overrides"].split(), planned=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxdist.config.load import load_config
 from jaxdist.observe import measured_on
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.search.choose import Candidate, Search, search, tie_of
+from jaxdist.plan.search.choose import Predicted, Search, search, tie_of
 from jaxdist.plan.search.cluster import gpu_cluster
 from jaxdist.plan.search.reasons import does_not_fit
 from jaxdist.precision.policy import precision_of
@@ -50,11 +50,24 @@ CASES = (
     Case("2", "one host, it does not fit a GPU; NVLink", "pipeline, ZeRO or tensor", _LARGE, "a100-80"),
     Case("2b", "the same over PCIe 3", "pipeline before ZeRO", _LARGE, "a100-80", inside="pcie3"),
     Case("3", "one host, a layer does not fit", "tensor", model(2, 32768, 256, 1024, 8), "a100-80"),
-    Case("4", "eight hosts, fast links", "ZeRO, or all of pipeline, tensor, data", model(80, 8192, 64, 4096, 256),
-         "h200", 8),
-    Case("5", "four hosts, 10 Gbit/s, 40 GB", "data x pipeline x tensor + ZeRO-1", model(40, 5120, 40, 2048, 256),
-         "a100-40", 4, "10gbit"),
-)  # fmt: skip
+    Case(
+        "4",
+        "eight hosts, fast links",
+        "ZeRO, or all of pipeline, tensor, data",
+        model(80, 8192, 64, 4096, 256),
+        "h200",
+        8,
+    ),
+    Case(
+        "5",
+        "four hosts, 10 Gbit/s, 40 GB",
+        "data x pipeline x tensor + ZeRO-1",
+        model(40, 5120, 40, 2048, 256),
+        "a100-40",
+        4,
+        "10gbit",
+    ),
+)
 PURE: dict[str, Callable[[dict[str, Any], int], bool]] = {
     "ddp alone": lambda values, n: values["mesh.data"] == n,
     "zero3 alone": lambda values, n: values["mesh.fsdp"] == n and values["parallel.strategy"] == "zero3",
@@ -84,7 +97,7 @@ def found_of(case: Case) -> dict[str, Any]:
     }
 
 
-def _row(each: Candidate, best: float) -> dict[str, Any]:
+def _row(each: Predicted, best: float) -> dict[str, Any]:
     return {
         "layout": each.layout.name(),
         "seconds": each.seconds.total,

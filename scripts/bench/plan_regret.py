@@ -29,10 +29,16 @@ from jaxdist.observe import measured_on
 
 ROOT = Path(__file__).parents[2]
 MODEL = (
-    "model.layers=4", "model.width=128", "model.heads=4", "data.seq_len=64", "data.global_batch=32",
+    "model.layers=4",
+    "model.width=128",
+    "model.heads=4",
+    "data.seq_len=64",
+    "data.global_batch=32",
     "mesh={data: 1, fsdp: 1, tensor: 1}",
-    "optimizer.name=adamw", "devices={platform: cpu, simulated: 1}", "parallel.min_shard_bytes=1024",
-)  # fmt: skip
+    "optimizer.name=adamw",
+    "devices={platform: cpu, simulated: 1}",
+    "parallel.min_shard_bytes=1024",
+)
 BURST = 262144  # bytes of the shaped links (jaxdist.lab.network)
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "ddp": ("mesh={data: 4}", "parallel.strategy=ddp"),
@@ -43,13 +49,25 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zero3 2x2": ("mesh={data: 2, fsdp: 2}", "parallel.strategy=zero3"),
     "tensor 4": ("mesh={tensor: 4}", "parallel.strategy=ddp"),
     "data 2 tensor 2": ("mesh={data: 2, tensor: 2}", "parallel.strategy=ddp"),
-    "pipe 4 m8": ("mesh={pipe: 4}", "parallel.strategy=ddp", "parallel.schedule=one_f_one_b",
-                  "parallel.microbatches=8"),
-    "pipe 2 data 2 m4": ("mesh={pipe: 2, data: 2}", "parallel.strategy=ddp", "parallel.schedule=one_f_one_b",
-                         "parallel.microbatches=4"),
-    "pipe 2 fsdp 2 zero1 m4": ("mesh={pipe: 2, fsdp: 2}", "parallel.strategy=zero1", "parallel.schedule=one_f_one_b",
-                               "parallel.microbatches=4"),
-}  # fmt: skip
+    "pipe 4 m8": (
+        "mesh={pipe: 4}",
+        "parallel.strategy=ddp",
+        "parallel.schedule=one_f_one_b",
+        "parallel.microbatches=8",
+    ),
+    "pipe 2 data 2 m4": (
+        "mesh={pipe: 2, data: 2}",
+        "parallel.strategy=ddp",
+        "parallel.schedule=one_f_one_b",
+        "parallel.microbatches=4",
+    ),
+    "pipe 2 fsdp 2 zero1 m4": (
+        "mesh={pipe: 2, fsdp: 2}",
+        "parallel.strategy=zero1",
+        "parallel.schedule=one_f_one_b",
+        "parallel.microbatches=4",
+    ),
+}
 
 
 def config_of(name: str, cache: str = "") -> Config:
@@ -79,7 +97,9 @@ def job(folder: Path, rounds: int, rate: str) -> int:
         if first:
             print(text, file=sys.stderr, flush=True)
 
-    found = calibrate(config, declared=rate_of_link(rate, key="--rates"), burst=BURST, progress=say)
+    found = calibrate(
+        config, declared=rate_of_link(rate, key="--rates"), burst=BURST, measured=measured_on(), progress=say
+    )
     if first:
         write_calibration(found, folder / f"{rate}.json")
     programs, losses = {}, {}

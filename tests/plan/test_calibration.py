@@ -8,30 +8,35 @@ import pytest
 
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
-from jaxdist.plan.calibration.blocks import Shape, can_narrow, measure_blocks, narrowed
+from jaxdist.plan.calibration.blocks import LocalShape, can_narrow, measure_blocks, narrowed
 from jaxdist.plan.calibration.file import (
     Calibration,
     Compute,
     MeasuredLink,
+    calibrated_subject,
     read_calibration,
     stale,
-    subject_of,
     write_calibration,
 )
 from jaxdist.plan.calibration.links import fitted, measure_link
 from jaxdist.plan.calibration.measure import shapes_of
 from jaxdist.plan.calibration.repeated import Timed
 from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.sent import rounds
 from jaxdist.plan.search.cluster import calibrated_cluster
-from jaxdist.plan.search.seconds import measured_units, rounds
-from jaxdist.plan.search.work import work_of
+from jaxdist.plan.search.seconds import measured_units
+from jaxdist.plan.search.work import model_work
 from jaxdist.plan.traced.ledger import wire_bytes
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "model={layers: 2, width: 32, heads: 2}", "data.seq_len=16", "data.global_batch=4", "optimizer.name=adamw",
-    "mesh={data: 1, fsdp: 1, tensor: 1}", "parallel={strategy: ddp}",
-)  # fmt: skip
+    "model={layers: 2, width: 32, heads: 2}",
+    "data.seq_len=16",
+    "data.global_batch=4",
+    "optimizer.name=adamw",
+    "mesh={data: 1, fsdp: 1, tensor: 1}",
+    "parallel={strategy: ddp}",
+)
 
 
 def tiny() -> Any:
@@ -47,7 +52,9 @@ def made(**changes: Any) -> Calibration:
         Compute("none", 2, 4, 1.2, 0.35, 0.02),
     )
     link = MeasuredLink(1e-3, 1e6, 0.04)
-    usual = Calibration("cpu", 4, 1, subject_of(tiny()), compute, 1e-9, None, link, 1.25e6, {"versions": {"jax": "1"}})
+    usual = Calibration(
+        "cpu", 4, 1, calibrated_subject(tiny()), compute, 1e-9, None, link, 1.25e6, {"versions": {"jax": "1"}}
+    )
     return usual._replace(**changes)
 
 
@@ -81,7 +88,7 @@ def test_the_file(tmp_path: Path) -> None:
 
 def test_units_at_other_shapes() -> None:
     """On the line through the rows that were measured; parts of layers by their share; other remats by FLOPs."""
-    found, work = made(), work_of(tiny(), Known())
+    found, work = made(), model_work(tiny(), Known())
     assert measured_units(found, "none", 1, 3, work) == (pytest.approx(1.5), pytest.approx(0.6))
     assert measured_units(found, "full", 1, 4, work) == (pytest.approx(2.4), pytest.approx(0.7))
     assert measured_units(found, "none", 1, 8, work) == (pytest.approx(4.0), pytest.approx(1.4))
@@ -101,7 +108,7 @@ def test_parts_of_layers() -> None:
     """A part of a model is as wide as a device's part under tensor parallelism."""
     config = tiny()
     assert can_narrow(config)
-    part = narrowed(config, Shape("full", 2, 4), 3)
+    part = narrowed(config, LocalShape("full", 2, 4), 3)
     whole, half = config.model.resolved(), part.model.resolved()
     assert (half.heads, half.head_width, half.mlp_width, half.layers) == (1, 16, whole.mlp_width // 2, 3)
     assert (half.width, part.data.global_batch, part.memory.remat) == (32, 4, "full")
@@ -112,7 +119,7 @@ def test_parts_of_layers() -> None:
 @pytest.mark.slow
 def test_measured_here() -> None:
     """The numbers are positive, and a shape that was measured is found again."""
-    compute, optimizer = measure_blocks(tiny(), [Shape("none", 1, 2), Shape("full", 1, 2)], progress=print)
+    compute, optimizer = measure_blocks(tiny(), [LocalShape("none", 1, 2), LocalShape("full", 1, 2)], progress=print)
     assert [each.remat for each in compute] == ["none", "full"] and optimizer > 0
     assert all(each.block + each.ends > 0 for each in compute)
     link = measure_link(jax.devices()[:4], progress=print)

@@ -18,10 +18,10 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import abstract_mesh
-from jaxdist.plan.closed.calls import call
+from jaxdist.plan.closed.calls import collective_call
 from jaxdist.plan.closed.leaves import Known, planned_mesh
 from jaxdist.plan.closed.ledger import sends_of
-from jaxdist.plan.closed.sent import Sent, bytes_by_axes
+from jaxdist.plan.closed.sent import Transfer, bytes_by_axes
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.traced.ledger import OP_OF_PRIMITIVE, Ledger, ledger, wire_bytes
 
@@ -52,14 +52,14 @@ CASES = {
 DRAWN, TOGETHER = 200, 10  # random configurations, and how many are one test
 
 
-def both(config: Config, known: Known) -> tuple[list[Sent], Ledger]:
+def both(config: Config, known: Known) -> tuple[list[Transfer], Ledger]:
     """What the closed forms and the trace of a step say."""
     mesh = planned_mesh(config)
     parts = assemble(config, mesh)
     return sends_of(config, known), ledger(parts.step, parts.target, batch_of(config, mesh))
 
 
-def differing(sent: list[Sent], traced: Ledger) -> dict[tuple[str, ...], tuple[float, float]]:
+def differing(sent: list[Transfer], traced: Ledger) -> dict[tuple[str, ...], tuple[float, float]]:
     """The axes on which they differ by more than half a byte, with the bytes of both."""
     closed, wanted = bytes_by_axes(sent), traced.total("axes")
     each = {axes: (closed.get(axes, 0.0), wanted.get(axes, 0.0)) for axes in {*closed, *wanted}}
@@ -138,5 +138,5 @@ def test_a_call_sends_what_its_trace_sends(name: str, axes: tuple[str, ...]) -> 
             senders = {source for source, _ in pairs} or set(range(sizes["pipe"]))
             for stage in senders:
                 wanted[stage] += wire_bytes(op, nbytes, n) * site.times
-        found = call(operation, size, "float32", axes, sizes, how)
+        found = collective_call(operation, size, "float32", axes, sizes, how)
         assert max(wanted) == pytest.approx(max(found.by_stage or (found.messages * found.wire_bytes,))), operation

@@ -13,9 +13,9 @@ from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.init import state_target
 from jaxdist.parallel.pipeline.stages import order_of_blocks
-from jaxdist.plan.closed.at_rest import at_rest
 from jaxdist.plan.closed.leaves import Known, planned_mesh
-from jaxdist.plan.closed.memory import BOUNDS, MARGIN, OF_THE_HEAD, PEAK, fits_into, memory_of
+from jaxdist.plan.closed.memory.at_rest import at_rest
+from jaxdist.plan.closed.memory.peak import BOUNDS, MARGIN, OF_THE_HEAD, PEAK, fits_into, memory_of
 from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.plan.explain import (
     COMPILED_PEAK,
@@ -30,34 +30,56 @@ from jaxdist.plan.explain import (
 ROOT = Path(__file__).parents[2]
 MEASUREMENT = ROOT / "docs" / "measurements" / "closed_memory_cpu.json"
 SMALL = (
-    "model.layers=4", "model.width=64", "model.vocab=256", "data.seq_len=64", "data.global_batch=32",
-    "parallel.min_shard_bytes=0", "parallel.prefetch=0", "optimizer.name=adamw",
-)  # fmt: skip
+    "model.layers=4",
+    "model.width=64",
+    "model.vocab=256",
+    "data.seq_len=64",
+    "data.global_batch=32",
+    "parallel.min_shard_bytes=0",
+    "parallel.prefetch=0",
+    "optimizer.name=adamw",
+)
 PIPE = ("mesh.pipe=2", "parallel.microbatches=4")
 LAYOUTS = {
     "ddp": ("mesh.data=4", "mesh.fsdp=1"),
     "zero1, adafactor": ("mesh.data=2", "mesh.fsdp=4", "parallel.strategy=zero1", "optimizer.name=adafactor"),
     "zero2, muon, tensor, bf16": (
-        "mesh.fsdp=4", "mesh.tensor=2", "parallel.strategy=zero2", "optimizer.name=muon", "precision.policy=bf16",
+        "mesh.fsdp=4",
+        "mesh.tensor=2",
+        "parallel.strategy=zero2",
+        "optimizer.name=muon",
+        "precision.policy=bf16",
     ),
     "zero3, ema, frozen": ("mesh.fsdp=4", "parallel.strategy=zero3", "train.ema=0.99", "optimizer.freeze=[embed.*]"),
     "zero1, pipe, bf16": (
-        *PIPE, "mesh.fsdp=2", "parallel.strategy=zero1", "parallel.schedule=gpipe", "precision.policy=bf16",
+        *PIPE,
+        "mesh.fsdp=2",
+        "parallel.strategy=zero1",
+        "parallel.schedule=gpipe",
+        "precision.policy=bf16",
     ),
     "zero3, unequal stages": (
-        *PIPE, "mesh.fsdp=2", "parallel.strategy=zero3", "parallel.schedule=one_f_one_b", "parallel.stages=[3, 1]",
+        *PIPE,
+        "mesh.fsdp=2",
+        "parallel.strategy=zero3",
+        "parallel.schedule=one_f_one_b",
+        "parallel.stages=[3, 1]",
     ),
     "offload": ("mesh.fsdp=2", "parallel.strategy=zero3", "memory.offload.optimizer=true"),
     "int8": ("mesh.data=4", "mesh.fsdp=1", "parallel.grad_sync={algorithm: ring, wire_dtype: int8}"),
     "groups": ("mesh.data=2", "mesh.fsdp=1", "optimizer.groups=[{match: 'embed.*', lr: 1e-4, decay: 0}]"),
-}  # fmt: skip
+}
 LIKE_TRACED: dict[str, Any] = {
     "zero3, full": ("mesh.fsdp=4", "parallel.strategy=zero3", "memory.remat=full", "parallel.microbatches=2"),
     "zero_bubble, dots": (*PIPE, "mesh.data=2", "mesh.fsdp=1", "parallel.schedule=zero_bubble", "memory.remat=dots"),
     "one_f_one_b, tensor": (
-        *PIPE, "mesh.tensor=2", "mesh.fsdp=1", "parallel.schedule=one_f_one_b", "model.style=llama",
+        *PIPE,
+        "mesh.tensor=2",
+        "mesh.fsdp=1",
+        "parallel.schedule=one_f_one_b",
+        "model.style=llama",
     ),
-}  # fmt: skip
+}
 
 
 def configured(*overrides: str) -> Config:

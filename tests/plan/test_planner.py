@@ -17,21 +17,34 @@ from jaxdist.mesh import AXES
 from jaxdist.observe.report import RunRecord
 from jaxdist.observe.report.sections.plan import compared, plan_section
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.closed.memory import PEAK
-from jaxdist.plan.closed.sent import Sent
-from jaxdist.plan.search.choose import Candidate, search, tie_of
-from jaxdist.plan.search.cluster import Cluster, gpu_cluster
+from jaxdist.plan.closed.memory.peak import PEAK
+from jaxdist.plan.closed.sent import Transfer, rounds
+from jaxdist.plan.search.choose import Predicted, search, tie_of
+from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import others
-from jaxdist.plan.search.result import Plan, argue, layout_named, layout_of, make_plan, plan_to_json, write_plan
-from jaxdist.plan.search.seconds import Seconds, hidden_share, rounds, seconds_of
-from jaxdist.plan.search.space import Layout, checked, layouts, splits
+from jaxdist.plan.search.result import (
+    LayoutPlan,
+    argue,
+    layout_named,
+    layout_of,
+    layout_plan_to_json,
+    plan_layout,
+    write_plan,
+)
+from jaxdist.plan.search.seconds import Seconds, hidden_share, seconds_of
+from jaxdist.plan.search.space import Layout, axis_splits, checked, layouts
 from jaxdist.precision.policy import precision_of
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "model={layers: 2, width: 32, heads: 1}", "data.seq_len=16", "data.global_batch=4", "optimizer.name=adamw",
-    "mesh={data: 1, fsdp: 1, tensor: 1}", "parallel={strategy: ddp, min_shard_bytes: 0}", "parallel.microbatches=1",
-)  # fmt: skip
+    "model={layers: 2, width: 32, heads: 1}",
+    "data.seq_len=16",
+    "data.global_batch=4",
+    "optimizer.name=adamw",
+    "mesh={data: 1, fsdp: 1, tensor: 1}",
+    "parallel={strategy: ddp, min_shard_bytes: 0}",
+    "parallel.microbatches=1",
+)
 
 KNOWN = Known()  # shared: the tests plan the same model
 
@@ -40,7 +53,7 @@ def tiny(*overrides: str) -> Config:
     return load_config(ROOT / "configs" / "quickstart.yaml", [*TINY, *overrides], planned=True)
 
 
-def cluster(hosts: int = 1, per_host: int = 2, **changes: Any) -> Cluster:
+def cluster(hosts: int = 1, per_host: int = 2, **changes: Any) -> PlanCluster:
     made = gpu_cluster(
         "h200", precision_of(tiny().precision), hosts=hosts, per_host=per_host, link="80gbit", inside=None
     )
@@ -48,9 +61,9 @@ def cluster(hosts: int = 1, per_host: int = 2, **changes: Any) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> LayoutPlan:
     """Of the tiny model on two GPUs, the best layouts traced."""
-    return make_plan(tiny(), cluster(), basis="a table", traced=2, compiled=0, known=KNOWN)
+    return plan_layout(tiny(), cluster(), basis="a table", traced=2, compiled=0, known=KNOWN)
 
 
 def test_links_are_shared_by_what_a_host_has_of_other_groups() -> None:
@@ -72,8 +85,8 @@ def test_links_are_shared_by_what_a_host_has_of_other_groups() -> None:
 def test_what_may_be_hidden() -> None:
     config, made = tiny("mesh={fsdp: 2}", "parallel.strategy=zero3"), cluster()
 
-    def sent(phase: str, what: str, axis: str) -> Sent:
-        return Sent("psum", (axis,), 2, 1e6, (1,), phase, what)
+    def sent(phase: str, what: str, axis: str) -> Transfer:
+        return Transfer("psum", (axis,), 2, 1e6, (1,), phase, what)
 
     shares = {
         each: hidden_share(sent(*each), config, made)
@@ -92,7 +105,7 @@ def test_seconds_by_hand() -> None:
     """One byte a second, nothing computed: what cannot be hidden is the wire's time and the latency of its rounds."""
     config = tiny("mesh={data: 2}")
     slow = cluster(inside=Link(0.25, 1.0), flops=math.inf, bandwidth=math.inf, to_host=1.0, hidden={"gradients": 0.95})
-    sent = [Sent("psum", ("data",), 2, 3.0, (2,), "once a step", "gradients")]
+    sent = [Transfer("psum", ("data",), 2, 3.0, (2,), "once a step", "gradients")]
     found = seconds_of(config, slow, sent, (0, 8), KNOWN)
     assert found.waiting == {("data",): pytest.approx(2 * (3.0 + 2 * 0.25))}
     assert found.computing == found.bubble == found.optimizer == found.host == found.between == 0.0
@@ -113,7 +126,7 @@ def test_a_pipeline_waits_for_its_bubble() -> None:
 
 
 def test_splits_are_all_sizes_with_that_product() -> None:
-    found = list(splits(8, ["data", "fsdp", "tensor"]))
+    found = list(axis_splits(8, ["data", "fsdp", "tensor"]))
     assert len(found) == 10 and all(math.prod(each.values()) == 8 for each in found)
 
 
@@ -133,7 +146,7 @@ def test_candidates() -> None:
     assert {each["mesh.expert"] for each in found} == {each["mesh.context"] for each in found} == {1}
     assert len({tuple(sorted(each.items(), key=str)) for each in found}) == len(found)
     odd = next(each for each in members(tiny("model.layers=3"), 2) if each.values["mesh.pipe"] == 2)
-    refused = checked(tiny("model.layers=3"), odd)
+    refused = checked(tiny("model.layers=3"), odd, gpu=True)
     with pytest.raises(UserError) as error:
         load_config(ROOT / "configs" / "quickstart.yaml", [*TINY, "model.layers=3", *odd.arguments()], planned=True)
     assert refused == str(error.value)
@@ -143,10 +156,10 @@ def test_candidates() -> None:
     assert {each.values["mesh.context"] for each in members(long, 2)} == {1, 2}
 
 
-def candidate(seconds: float, **values: Any) -> Candidate:
+def candidate(seconds: float, **values: Any) -> Predicted:
     usual = layout_of(tiny()).values | {f"mesh.{axis}": 1 for axis in AXES}
     layout = Layout(tuple((usual | {key.replace("__", "."): value for key, value in values.items()}).items()))
-    return Candidate(layout, tiny(), Seconds(seconds, 0.0, {}, 0.0, 0.0, 0.0), {PEAK: 1}, 0.0)
+    return Predicted(layout, tiny(), Seconds(seconds, 0.0, {}, 0.0, 0.0, 0.0), {PEAK: 1}, 0.0)
 
 
 def test_ties_go_to_the_simplest() -> None:
@@ -158,7 +171,7 @@ def test_ties_go_to_the_simplest() -> None:
     assert tie_of([fast, plain, slow], 0.05).winner == fast
 
 
-def test_a_plan(plan: Plan, tmp_path: Path) -> None:
+def test_a_plan(plan: LayoutPlan, tmp_path: Path) -> None:
     """The choice is the fastest within the spread, all candidates are accounted for, and plan.yaml trains it."""
     found = plan.search
     assert found.fitting == sorted(found.fitting, key=lambda each: each.seconds.total)
@@ -172,12 +185,12 @@ def test_a_plan(plan: Plan, tmp_path: Path) -> None:
     loaded = load_config(paths[1], planned=True)
     assert loaded.observe.plan == str(paths[0]) and layout_of(loaded).values == layout_of(plan.winner.config).values
     told = json.loads(paths[0].read_text())
-    assert told == json.loads(json.dumps(plan_to_json(plan)))
+    assert told == json.loads(json.dumps(layout_plan_to_json(plan)))
     assert told["choice"]["seconds"] == pytest.approx(sum(told["choice"]["parts"].values()))
     assert paths[2].read_text().startswith("<?xml")
 
 
-def test_an_argued_layout(plan: Plan) -> None:
+def test_an_argued_layout(plan: LayoutPlan) -> None:
     config = tiny()
     asked = layout_named(["mesh.pipe=2", "parallel.schedule=one_f_one_b", "parallel.microbatches=2"], config, 2)
     argued = argue(config, asked, plan.cluster, plan.tie, KNOWN)
@@ -192,7 +205,7 @@ def test_nothing_fits() -> None:
     with pytest.raises(
         UserError, match=r"plan: no layout of 2 x h200 fits; the nearest, .* does not fit: .*; allowed: more"
     ):
-        make_plan(tiny(), cluster(memory=300e3), basis="", traced=0, compiled=0, known=KNOWN)
+        plan_layout(tiny(), cluster(memory=300e3), basis="", traced=0, compiled=0, known=KNOWN)
 
 
 def test_less_memory_turns_the_choice() -> None:
@@ -208,14 +221,14 @@ def test_less_memory_turns_the_choice() -> None:
     assert any(each.why.startswith("does not fit: ") and "the most is " in each.why for each in told)
 
 
-def test_a_report_has_the_plan_beside_the_run(plan: Plan) -> None:
+def test_a_report_has_the_plan_beside_the_run(plan: LayoutPlan) -> None:
     metrics = [{"step": i, "loss": 1.0, "step_s": 2.0, "sent_bytes": 10, "time": float(i)} for i in range(1, 9)]
-    record = RunRecord("mine", metrics=metrics, plan=plan_to_json(plan))
+    record = RunRecord("mine", metrics=metrics, plan=layout_plan_to_json(plan))
     rows = {each.part: each for each in compared(record)}
     assert rows["a step"].measured == 2.0 and rows["a step"].predicted == plan.winner.seconds.total
     assert rows["computing"].predicted == plan.winner.seconds.computing and rows["sent by a device"].measured == 10
     [(title, text)] = plan_section(record)
-    assert title == "Plan" and plan.winner.layout.name() in text
+    assert title == "LayoutPlan" and plan.winner.layout.name() in text
     assert plan_section(record._replace(plan={})) == plan_section(record._replace(plan={"choice": "no"})) == []
 
 

@@ -41,6 +41,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist calibrate") -> int:
     with quiet_gloo() if find_job(os.environ) else contextlib.nullcontext():
         import jax
 
+        from jaxdist.observe import measured_on
         from jaxdist.plan.calibration.file import write_calibration
         from jaxdist.plan.calibration.measure import calibrate
         from jaxdist.plan.machines import rate_of_link
@@ -53,7 +54,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist calibrate") -> int:
             if jax.process_index() == 0:
                 print(text, file=sys.stderr, flush=True)
 
-        found = calibrate(config, declared=declared, burst=arguments.burst, progress=progress)
+        found = calibrate(config, declared=declared, burst=arguments.burst, measured=measured_on(), progress=progress)
         if jax.process_index() == 0:
             write_calibration(found, arguments.out)
             print(calibration_text(found), f"written: {arguments.out}", sep="\n")

@@ -5,13 +5,20 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
+from jaxdist.cli.work.check_run import check_run
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.plan.calibration.file import read_calibration, stale
 from jaxdist.plan.calibration.measure import versions_now
-from jaxdist.plan.search.check import check_run
-from jaxdist.plan.search.cluster import Cluster, calibrated_cluster, gpu_cluster
-from jaxdist.plan.search.result import Plan, launch_command, layout_named, make_plan, plan_to_json, write_plan
+from jaxdist.plan.search.cluster import PlanCluster, calibrated_cluster, gpu_cluster
+from jaxdist.plan.search.result import (
+    LayoutPlan,
+    launch_command,
+    layout_named,
+    layout_plan_to_json,
+    plan_layout,
+    write_plan,
+)
 from jaxdist.plan.search.text import search_text
 from jaxdist.precision.policy import precision_of
 
@@ -22,7 +29,7 @@ def run_choose(config: Config, arguments: Namespace) -> int:
     """Print the plan, and write the files asked for. Raises `UserError`."""
     cluster, basis = cluster_of(config, arguments)
     asked = layout_named(arguments.explain, config, cluster.devices) if arguments.explain else None
-    plan = make_plan(
+    plan = plan_layout(
         config,
         cluster,
         basis=basis,
@@ -33,7 +40,7 @@ def run_choose(config: Config, arguments: Namespace) -> int:
     )
     print(search_text(plan))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(plan_to_json(plan), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(layout_plan_to_json(plan), indent=1) + "\n")
     if arguments.out is not None:
         print("", *_written(plan, arguments), sep="\n")
     return 0
@@ -48,7 +55,7 @@ def run_check(arguments: Namespace, *, given: Sequence[str]) -> int:
     return 0
 
 
-def cluster_of(config: Config, arguments: Namespace) -> tuple[Cluster, str]:
+def cluster_of(config: Config, arguments: Namespace) -> tuple[PlanCluster, str]:
     """(the cluster of the arguments, where its rates are from). Raises `UserError`."""
     if arguments.calibration is None:
         precision, hosts = precision_of(config.precision), arguments.hosts or 1
@@ -68,6 +75,6 @@ def cluster_of(config: Config, arguments: Namespace) -> tuple[Cluster, str]:
     return calibrated_cluster(found), basis
 
 
-def _written(plan: Plan, arguments: Namespace) -> list[str]:
+def _written(plan: LayoutPlan, arguments: Namespace) -> list[str]:
     paths = write_plan(plan, arguments.out)
     return [f"Written: {', '.join(map(str, paths))}", f"Train: {launch_command(plan, str(paths[1]))}"]

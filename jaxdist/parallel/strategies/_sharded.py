@@ -13,13 +13,13 @@ of gradients are then all-reduced over `data` (hybrid sharding).
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 from jax import lax
 
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import (
+    Moves,
     Strategy,
     begin_varying,
     cast_leaf,
@@ -30,19 +30,6 @@ from jaxdist.parallel.strategy import (
     zero_probes,
 )
 from jaxdist.specs import PyTree, map_specs, named_leaves, shard_of, spec_structure
-
-
-class Moves(NamedTuple):
-    """When a strategy moves its shards, which a file of this folder says by `sends`. For ddp there are none.
-
-    gather_each: whether a unit is all-gathered where it is used, for the backward pass again; else all units at the
-    start of a step.
-    reduce_each: whether the gradient of a unit is reduce-scattered as the backward pass makes it, once a microbatch;
-    else all gradients at the end of a step.
-    """
-
-    gather_each: bool
-    reduce_each: bool
 
 
 def sharded(options: StrategyOptions, moves: Moves) -> Strategy:

@@ -25,7 +25,7 @@ _DEPTHS = (1, 3)  # blocks of the two steps that are compared
 _SPLIT = ("heads", "kv_heads", "mlp_width", "vocab")
 
 
-class Shape(NamedTuple):
+class LocalShape(NamedTuple):
     """Local shapes: remat, parts of each layer, sequences of a microbatch."""
 
     remat: Any
@@ -38,7 +38,7 @@ def can_narrow(config: Config) -> bool:
     return all(hasattr(config.model, key) for key in (*_SPLIT, "head_width", "resolved"))
 
 
-def narrowed(config: Config, shape: Shape, layers: int) -> Config:
+def narrowed(config: Config, shape: LocalShape, layers: int) -> Config:
     """The configuration of a step on one device with a part of each layer, of `layers` blocks."""
     usual, model = Config(), config.model
     if shape.tensor > 1:
@@ -57,7 +57,7 @@ def narrowed(config: Config, shape: Shape, layers: int) -> Config:
 
 
 def measure_blocks(
-    config: Config, shapes: Sequence[Shape], *, progress: Callable[[str], None]
+    config: Config, shapes: Sequence[LocalShape], *, progress: Callable[[str], None]
 ) -> tuple[tuple[Compute, ...], float]:
     """(the seconds of blocks and ends at these shapes, seconds of the optimizer for a byte of parameters and state).
 
@@ -85,7 +85,7 @@ def measure_blocks(
     return tuple(found), timed["optimizer"].median / nbytes
 
 
-def _compute(shape: Shape, few: Timed, many: Timed, own: Timed) -> Compute:
+def _compute(shape: LocalShape, few: Timed, many: Timed, own: Timed) -> Compute:
     """few, many: seconds of steps with these numbers of blocks, without remat. own: of the larger one, with it."""
     block = max(many.median - few.median, 0.0) / (_DEPTHS[1] - _DEPTHS[0])
     ends = max(0.0, few.median - _DEPTHS[0] * block)

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.collectives.cost import Link
+from jaxdist.config.json_reader import read_json_file
 from jaxdist.config.load import settings_of
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
 
-FORMAT = 1
+CALIBRATION_FORMAT = 1
+REMATS = ("none", "dots", "full")  # that plans compare, from what keeps most to what keeps least
 
 
 class Compute(NamedTuple):
@@ -70,20 +72,26 @@ class Calibration(NamedTuple):
         return max(0.02, *(each.spread for each in self.compute), *links)
 
 
-def subject_of(config: Config) -> dict[str, Any]:
+def calibrated_subject(config: Config) -> dict[str, Any]:
     """What the seconds of a block depend on: the model, its sequences, number types, optimizer."""
-    whole: dict[str, Any] = json.loads(json.dumps(settings_of(config)))
     return {
-        "model": whole["model"],
+        "model": _plain(settings_of(config.model)),
         "seq_len": config.data.seq_len,
-        "precision": whole["precision"],
+        "precision": _plain(settings_of(config.precision)),
         "optimizer": config.optimizer.name,
     }
 
 
+def _plain(value: Any) -> Any:
+    """As JSON gives it back: tuples are lists."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
 def write_calibration(found: Calibration, path: Path) -> None:
     """Write it as JSON."""
-    tree = found._asdict() | {"format": FORMAT, "compute": [each._asdict() for each in found.compute]}
+    tree = found._asdict() | {"format": CALIBRATION_FORMAT, "compute": [each._asdict() for each in found.compute]}
     for name in ("inside", "between"):
         link = getattr(found, name)
         tree[name] = link and link._asdict()
@@ -93,8 +101,8 @@ def write_calibration(found: Calibration, path: Path) -> None:
 def read_calibration(path: Path) -> Calibration:
     """Read it. Raises `UserError` for a file that is none."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
+        tree = read_json_file(path)
+        if not isinstance(tree, dict) or tree.pop("format", None) != CALIBRATION_FORMAT:
             raise UserError(f"--calibration: {path} has another format; make it again: jaxdist calibrate")
         tree["compute"] = tuple(Compute(**each) for each in tree["compute"])
         for name in ("inside", "between"):
@@ -115,5 +123,5 @@ def stale(found: Calibration, config: Config, versions: Mapping[str, Any]) -> li
         for name, value in versions.items()
         if found.conditions.get("versions", {}).get(name) != value
     ]
-    now = subject_of(config)
+    now = calibrated_subject(config)
     return differs + [f"another {name}" for name, value in now.items() if found.subject.get(name) != value]

@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.errors import UserError
 from jaxdist.plan.calibration.file import MeasuredLink
 from jaxdist.plan.calibration.repeated import Timed, by_turns
-from jaxdist.plan.search.seconds import rounds
+from jaxdist.plan.closed.sent import rounds
 from jaxdist.plan.traced.ledger import wire_bytes
 
 _SMALL = 1024  # elements whose time is latency
 _LONG_S = 0.05  # a message must take as long: shorter ones measure buffers and bursts of the link
 _MOST = 2**26  # elements: a link on which these take less than _LONG_S is measured by these
 _ABOVE = 1.15  # a rate that is so many times the declared one is no rate of the link
-OPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+PROBED_OPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
     "psum": lambda x, n: lax.psum(x, "ends"),
     "all_gather": lambda x, n: lax.all_gather(x, "ends", tiled=True),
     "reduce_scatter": lambda x, n: lax.psum_scatter(x, "ends", tiled=True),
@@ -40,9 +40,9 @@ def measure_link(
     Raises `UserError` for a rate above the declared one: what was measured is no link.
     """
     n, mesh = len(devices), Mesh(np.array(devices), ("ends",), axis_types=(AxisType.Auto,))
-    sizes = {op: _long_enough(op, mesh, burst) for op in OPS}
+    sizes = {op: _long_enough(op, mesh, burst) for op in PROBED_OPS}
     progress(f"link of {n} devices: {', '.join(f'{op} {4 * size:,} bytes' for op, size in sizes.items())}")
-    programs = {(op, size): _program(op, size, mesh) for op in OPS for size in (_SMALL, sizes[op])}
+    programs = {(op, size): _program(op, size, mesh) for op in PROBED_OPS for size in (_SMALL, sizes[op])}
     return fitted(by_turns(programs), n, declared=declared)
 
 
@@ -87,7 +87,7 @@ def _program(op: str, size: int, mesh: Mesh) -> Callable[[], Any]:
     x = jax.make_array_from_callback((n * size,), sharding, lambda index: np.ones((size,), np.float32))
 
     def region(x: jax.Array) -> jax.Array:
-        found = OPS[op](x, n)
+        found = PROBED_OPS[op](x, n)
         return found[:1] if op != "psum" else lax.pcast(found[:1], "ends", to="varying")
 
     run = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=P("ends"), out_specs=P("ends")))

@@ -2,37 +2,38 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 import jax
 
 from jaxdist.config.schema import Config
-from jaxdist.observe import measured_on
-from jaxdist.plan.calibration.blocks import Shape, can_narrow, measure_blocks
-from jaxdist.plan.calibration.file import Calibration, subject_of
+from jaxdist.plan.calibration.blocks import LocalShape, can_narrow, measure_blocks
+from jaxdist.plan.calibration.file import REMATS, Calibration, calibrated_subject
 from jaxdist.plan.calibration.links import measure_link
-from jaxdist.plan.search.space import REMATS
 
 MOST_SHAPES = 12
 
 
-def shapes_of(config: Config, devices: int) -> list[Shape]:
+def shapes_of(config: Config, devices: int) -> list[LocalShape]:
     """Local shapes that layouts on that many devices have: each remat with two numbers of sequences; and parts of
     layers, where the model can be measured in parts."""
     remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
     batch = config.data.global_batch
     rows = sorted({max(1, batch // devices), max(1, batch // min(devices, 2))})
     parts = [n for n in (2, 4, 8) if n <= devices and can_narrow(config) and config.model.heads % n == 0]
-    whole = [Shape(remat, 1, count) for remat in remats for count in rows]
-    return [*whole, *(Shape("none", n, rows[-1]) for n in parts)][:MOST_SHAPES]
+    whole = [LocalShape(remat, 1, count) for remat in remats for count in rows]
+    return [*whole, *(LocalShape("none", n, rows[-1]) for n in parts)][:MOST_SHAPES]
 
 
-def calibrate(config: Config, *, declared: float | None, burst: int, progress: Callable[[str], None]) -> Calibration:
+def calibrate(
+    config: Config, *, declared: float | None, burst: int, measured: Mapping[str, str], progress: Callable[[str], None]
+) -> Calibration:
     """Measure. All processes of a job must call it.
 
     declared: bytes a second of the link between hosts, if known. burst: see `measure_link`.
+    measured: the machine and the time.
     """
     began, load = time.time(), os.getloadavg()[0]
     devices, hosts = jax.devices(), jax.process_count()
@@ -46,15 +47,23 @@ def calibrate(config: Config, *, declared: float | None, burst: int, progress: C
     if len(here) > 1 and hosts == 1:
         inside = measure_link(here, progress=progress)
     conditions: dict[str, Any] = {
-        "measured": measured_on(),
+        "measured": dict(measured),
         "versions": versions_now(),
         "seconds": round(time.time() - began, 1),
         "load_before": load,
     }
     return Calibration(
-        devices[0].device_kind, hosts, len(devices) // hosts, subject_of(config), compute, optimizer, inside, between,
-        declared, conditions,
-    )  # fmt: skip
+        devices[0].device_kind,
+        hosts,
+        len(devices) // hosts,
+        calibrated_subject(config),
+        compute,
+        optimizer,
+        inside,
+        between,
+        declared,
+        conditions,
+    )
 
 
 def versions_now() -> dict[str, str]:

@@ -19,10 +19,10 @@ from jaxdist.collectives.varying import to_varying
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, outermost, reached
 from jaxdist.mesh import abstract_mesh
-from jaxdist.plan.closed.sent import Sent
+from jaxdist.plan.closed.sent import Transfer
 from jaxdist.plan.traced.ledger import wire_bytes
 
-Sizes = Mapping[str, int]  # of the mesh axes
+AxisSizes = Mapping[str, int]  # of the mesh axes
 NATIVE = {"all_reduce": "psum", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter"}
 
 
@@ -34,16 +34,18 @@ class Call(NamedTuple):
     wire_bytes: float
     by_stage: tuple[float, ...] = ()
 
-    def sent(self, axes: tuple[str, ...], sizes: Sizes, phase: str, what: str, times: Sequence[float] = (1,)) -> Sent:
+    def sent(
+        self, axes: tuple[str, ...], sizes: AxisSizes, phase: str, what: str, times: Sequence[float] = (1,)
+    ) -> Transfer:
         """So many of this call, on each stage if there is more than one number."""
         calls = tuple(self.messages * each for each in times)
         if self.by_stage:
             calls = tuple(sum(times) / len(times) * each / self.wire_bytes for each in self.by_stage)
-        return Sent(self.op, axes, math.prod(sizes[axis] for axis in axes), self.wire_bytes, calls, phase, what)
+        return Transfer(self.op, axes, math.prod(sizes[axis] for axis in axes), self.wire_bytes, calls, phase, what)
 
 
-def call(
-    operation: str, elements: float, dtype: Any, axes: tuple[str, ...], sizes: Sizes, how: Mapping[str, Any]
+def collective_call(
+    operation: str, elements: float, dtype: Any, axes: tuple[str, ...], sizes: AxisSizes, how: Mapping[str, Any]
 ) -> Call:
     """A call of `jaxdist.collectives` with an input of so many elements on each device.
 

@@ -24,13 +24,13 @@ from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
 from jaxdist.parallel.schedule import EMBED
-from jaxdist.parallel.strategies._sharded import Moves
-from jaxdist.plan.closed.calls import Call, Sizes, call
+from jaxdist.parallel.strategy import Moves
+from jaxdist.plan.closed.calls import AxisSizes, Call, collective_call
 from jaxdist.plan.closed.forms import Form, form_of_step, microbatches_of
 from jaxdist.plan.closed.leaves import Known, mesh_sizes, model_key, placing_key, planned_mesh
 from jaxdist.plan.closed.microbatch import BLOCKS, HEAD, Activation, Parameter
 from jaxdist.plan.closed.optimizer import sent_by_optimizer
-from jaxdist.plan.closed.sent import Sent, merged
+from jaxdist.plan.closed.sent import Transfer, merged_transfers
 from jaxdist.plan.closed.shares import Share, shares_of
 from jaxdist.plan.closed.step_sums import once_a_step
 from jaxdist.plan.compiled.memory import batch_of
@@ -55,7 +55,7 @@ class Runs(NamedTuple):
     ring: bool = False
 
 
-class Entry(NamedTuple):
+class EntryName(NamedTuple):
     """What the files of a configuration's entries say.
 
     moves: `sends` of the strategy. runs: `table` of the schedule, or its `sends`.
@@ -84,7 +84,7 @@ class Each(NamedTuple):
     calls: float
 
 
-def sends_of(config: Config, known: Known) -> list[Sent]:
+def sends_of(config: Config, known: Known) -> list[Transfer]:
     """What a device sends in a step of a configuration, which has been checked.
 
     What the compiler adds around the optimizer is not in it: see `jaxdist.plan.closed.optimizer`.
@@ -108,7 +108,7 @@ def sends_of(config: Config, known: Known) -> list[Sent]:
     return [*once, *_all_runs(each, runs, samples), *_between_stages(runs, h * samples, mesh.pipe)]
 
 
-def _entry(config: Config, known: Known) -> Entry | None:
+def _entry(config: Config, known: Known) -> EntryName | None:
     """The entries of a configuration; None where one of them has no closed form."""
     schedule = "pairwise" if config.parallel.grad_sync.deterministic else config.parallel.schedule
     strategy, runs = (
@@ -119,7 +119,7 @@ def _entry(config: Config, known: Known) -> Entry | None:
     apart = config.distill.on or config.parallel.local.on
     if strategy is None or runs is None or apart or not isinstance(model, ModelDef):
         return None
-    return Entry(model, shares_of(config, known), strategy, runs, ScheduleFacts.of(schedule))
+    return EntryName(model, shares_of(config, known), strategy, runs, ScheduleFacts.of(schedule))
 
 
 def _sends(folder: str, name: str) -> Any:
@@ -127,15 +127,15 @@ def _sends(folder: str, name: str) -> Any:
     return getattr(importlib.import_module(name.rpartition(".")[0] or f"{folder}.{name}"), "sends", None)
 
 
-def _once(config: Config, known: Known, entry: Entry, microbatches: int) -> list[Sent]:
+def _once(config: Config, known: Known, entry: EntryName, microbatches: int) -> list[Transfer]:
     mesh = planned_mesh(config)
     options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
     in_backward = microbatches == 1 and entry.facts.one_backward_pass
     found = once_a_step(entry.shares, sizes, options, entry.moves(options), in_backward=in_backward)
-    return merged([*found, *sent_by_optimizer(config, known, sizes)])
+    return merged_transfers([*found, *sent_by_optimizer(config, known, sizes)])
 
 
-def _runs(config: Config, microbatches: int, entry: Entry, form: Form) -> Runs:
+def _runs(config: Config, microbatches: int, entry: EntryName, form: Form) -> Runs:
     """The runs of a step."""
     stages, chunks, together, layers = config.mesh.pipe, config.parallel.chunks, form.rows > 1, entry.model.layers
     if not form.pipeline:
@@ -159,7 +159,9 @@ def _runs(config: Config, microbatches: int, entry: Entry, form: Form) -> Runs:
     return Runs({EMBED: first, HEAD: last}, blocks, 1, ticks.length, chunks > 1)
 
 
-def _each(config: Config, known: Known, form: Form, entry: Entry, counts: tuple[int, ...]) -> tuple[list[Each], float]:
+def _each(
+    config: Config, known: Known, form: Form, entry: EntryName, counts: tuple[int, ...]
+) -> tuple[list[Each], float]:
     """(what the units of a stage send each time that they run, bytes of a sample between two stages)."""
     mesh, h = planned_mesh(config), 0.0
     options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
@@ -203,46 +205,50 @@ def _of_blocks(some: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _of_parameter(
-    each: Parameter, share: Share, sizes: Sizes, options: StepOptions, moves: Moves, *, rows: int
+    each: Parameter, share: Share, sizes: AxisSizes, options: StepOptions, moves: Moves, *, rows: int
 ) -> Call | None:
     """One of the calls with which a microbatch gathers a parameter or reduces its gradient; None: it does not. rows: of
     it that run together."""
     elements = share.elements * each.times * rows / share.rows / each.calls
     if share.axes and each.op == "all_gather" and moves.gather_each:
-        return call("all_gather", elements, share.received, share.axes, sizes, {})
+        return collective_call("all_gather", elements, share.received, share.axes, sizes, {})
     if share.axes and each.op != "all_gather" and moves.reduce_each:
         how = options.grad_sync.reduction
-        return call("reduce_scatter", elements * share.parts, options.precision.reduce, share.axes, sizes, how)
+        return collective_call(
+            "reduce_scatter", elements * share.parts, options.precision.reduce, share.axes, sizes, how
+        )
     return None
 
 
-def _all_runs(each: list[Each], runs: Runs, samples: int) -> list[Sent]:
+def _all_runs(each: list[Each], runs: Runs, samples: int) -> list[Transfer]:
     found = []
     for unit, held, second, op, axes, size, phase, what, fixed, sample, calls in each:
         times = runs.blocks[held] if unit == BLOCKS else runs.units[unit]
         factor = calls * runs.second if second else calls
         of_stages = tuple([factor * own for own in times])
-        found.append(Sent(op, axes, size, (fixed + sample * samples) / calls, of_stages, phase, what))
+        found.append(Transfer(op, axes, size, (fixed + sample * samples) / calls, of_stages, phase, what))
     return found
 
 
-def _between_stages(runs: Runs, nbytes: float, stages: int) -> list[Sent]:
+def _between_stages(runs: Runs, nbytes: float, stages: int) -> list[Transfer]:
     """What stages send to the next, and to the one before, after each tick."""
     if stages == 1:
         return []
     calls = [tuple(runs.ticks * (runs.ring or stage != end) for stage in range(stages)) for end in (stages - 1, 0)]
     return [
-        Sent("ppermute", ("pipe",), stages, nbytes, times, phase, "activations")
+        Transfer("ppermute", ("pipe",), stages, nbytes, times, phase, "activations")
         for times, phase in zip(calls, ("forward", "backward"), strict=True)
     ]
 
 
-def _traced(config: Config) -> list[Sent]:
+def _traced(config: Config) -> list[Transfer]:
     """What a step sends, by the ledger of the traced step."""
     mesh = planned_mesh(config)
     parts, batch = with_teacher(assemble(config, mesh), batch_of(config, mesh))
     found = ledger(parts.step, parts.target, batch).collectives
     return [
-        Sent(each.op, each.axes, each.group_size, each.wire_bytes / each.calls, each.stages, each.phase, each.purpose)
+        Transfer(
+            each.op, each.axes, each.group_size, each.wire_bytes / each.calls, each.stages, each.phase, each.purpose
+        )
         for each in found
     ]

@@ -10,18 +10,18 @@ from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES
 from jaxdist.optim.muon import muon_dims
 from jaxdist.optim.per_block import FACTORED, counted_dims
-from jaxdist.plan.closed.calls import Sizes
+from jaxdist.plan.closed.calls import AxisSizes
 from jaxdist.plan.closed.leaves import Known, mesh_sizes
-from jaxdist.plan.closed.sent import Sent
+from jaxdist.plan.closed.sent import Transfer
 from jaxdist.plan.traced.ledger import wire_bytes
 from jaxdist.specs import STACKED, axes_by_dim, fitting, is_model, spec_axes
 
 
-def sent_by_optimizer(config: Config, known: Known, sizes: Sizes) -> list[Sent]:
+def sent_by_optimizer(config: Config, known: Known, sizes: AxisSizes) -> list[Transfer]:
     """What the optimizer sends by its own collectives (`jaxdist.optim.muon.on_whole_matrices`), before the compiler."""
     if config.optimizer.name != "muon":
         return []
-    model, found = known.model(config), list[Sent]()
+    model, found = known.model(config), list[Transfer]()
     assert is_model(model.shapes)
     frozen = jax.tree.leaves(fitting(model.shapes, config.optimizer.frozen, key="optimizer.freeze"))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.shapes)]
@@ -36,11 +36,11 @@ def sent_by_optimizer(config: Config, known: Known, sizes: Sizes) -> list[Sent]:
         nbytes = (rows + -rows % parts) * math.prod(local[lead:]) * leaf.shape.dtype.itemsize
         for axis in cuts:  # there and back
             wire = wire_bytes("all_to_all", nbytes, sizes[axis])
-            found.append(Sent("all_to_all", (axis,), sizes[axis], wire, (2,), "once a step", "optimizer"))
+            found.append(Transfer("all_to_all", (axis,), sizes[axis], wire, (2,), "once a step", "optimizer"))
     return found
 
 
-def added_by_compiler(config: Config, known: Known) -> list[Sent]:
+def added_by_compiler(config: Config, known: Known) -> list[Transfer]:
     """An estimate of what the compiler adds in the global region, where the optimizer works on whole arrays.
 
     These are sums of numbers over the shards of a parameter: for the norm of the gradients, which metrics and clipping
@@ -72,5 +72,5 @@ def added_by_compiler(config: Config, known: Known) -> list[Sent]:
         n = math.prod(sizes[axis] for axis in axes_of)
         if n > 1 and count:
             wire = wire_bytes("psum", count * jnp.dtype(jnp.float32).itemsize, n)
-            found.append(Sent("psum", axes_of, n, wire, (1,), "once a step", "optimizer"))
+            found.append(Transfer("psum", axes_of, n, wire, (1,), "once a step", "optimizer"))
     return found

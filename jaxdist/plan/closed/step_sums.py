@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxdist.collectives.bucket import plan_buckets
 from jaxdist.mesh import BATCH_LIKE
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.strategies._sharded import Moves
+from jaxdist.parallel.strategy import Moves
 from jaxdist.parallel.wrappers.reduce_in_backward import summed_in_backward
-from jaxdist.plan.closed.calls import Sizes, call
-from jaxdist.plan.closed.sent import Sent
+from jaxdist.plan.closed.calls import AxisSizes, collective_call
+from jaxdist.plan.closed.sent import Transfer
 from jaxdist.plan.closed.shares import Share
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import SHARD_AXES, STACKED, UNITS
@@ -22,18 +22,20 @@ ONCE = "once a step"
 
 
 def once_a_step(
-    shares: Sequence[Share], sizes: Sizes, options: StepOptions, moves: Moves, *, in_backward: bool
-) -> list[Sent]:
+    shares: Sequence[Share], sizes: AxisSizes, options: StepOptions, moves: Moves, *, in_backward: bool
+) -> list[Transfer]:
     """All that a step sends once, beside what the optimizer sends.
 
     in_backward: whether the step has one backward pass, in which gradients may be summed (`reduce_in_backward`).
     """
-    sync, reduce, found = options.grad_sync, options.precision.reduce, list[Sent]()
+    sync, reduce, found = options.grad_sync, options.precision.reduce, list[Transfer]()
 
     def add(
         what: str, axes: tuple[str, ...], operation: str, elements: int, dtype: Any, how: Any, times: int = 1
     ) -> None:
-        found.append(call(operation, elements, dtype, axes, sizes, how).sent(axes, sizes, ONCE, what, (times,)))
+        found.append(
+            collective_call(operation, elements, dtype, axes, sizes, how).sent(axes, sizes, ONCE, what, (times,))
+        )
 
     for each in shares:
         if each.stages > 1:
@@ -55,7 +57,7 @@ def once_a_step(
     return found
 
 
-def _sums(trained: Sequence[Share], sizes: Sizes, options: StepOptions, *, in_backward: bool) -> Iterator[Sent]:
+def _sums(trained: Sequence[Share], sizes: AxisSizes, options: StepOptions, *, in_backward: bool) -> Iterator[Transfer]:
     """The sums of `grad_sync.finish`, bucket by bucket: at the end of the step, and of each block those gradients that
     travel in the backward pass."""
     sync, itemsize = options.grad_sync, jnp.dtype(options.precision.reduce).itemsize
@@ -77,5 +79,7 @@ def _sums(trained: Sequence[Share], sizes: Sizes, options: StepOptions, *, in_ba
             elements = [share.elements // rows for share in members]
             kinds = [share.tensor for share in members]
             for bucket in plan_buckets([size * itemsize for size in elements], kinds, int(sync.bucket_mb * 2**20)):
-                one = call("all_reduce", sum(elements[i] for i in bucket), options.precision.reduce, axes, sizes, how)
+                one = collective_call(
+                    "all_reduce", sum(elements[i] for i in bucket), options.precision.reduce, axes, sizes, how
+                )
                 yield one.sent(axes, sizes, phase, "gradients", (rows,))

@@ -11,17 +11,17 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
-from jaxdist.plan.closed.memory import BOUNDS, PEAK, memory_of
+from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
 from jaxdist.plan.closed.sent import bytes_by_axes
-from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.seconds import Seconds, seconds_of
 from jaxdist.plan.search.space import Layout, checked, layouts
 
 ROOM = 2.2  # candidates that need up to so many times the memory are predicted too: for "with twice the memory"
-KEPT = 400  # candidates that are kept with all figures
+MOST_KEPT = 400  # candidates that are kept with all figures
 
 
-class Candidate(NamedTuple):
+class Predicted(NamedTuple):
     """A layout with its figures.
 
     memory: {part: bytes of a device}, with the peak. how: "closed form", "traced" or "compiled".
@@ -50,24 +50,24 @@ class Search(NamedTuple):
     considered: how many there were. took: seconds.
     """
 
-    cluster: Cluster
-    fitting: list[Candidate]
-    tight: list[Candidate]
-    nearest: Candidate
+    cluster: PlanCluster
+    fitting: list[Predicted]
+    tight: list[Predicted]
+    nearest: Predicted
     refused: Counter[str]
     examples: dict[str, Layout]
     considered: int
     took: float
 
     @property
-    def near(self) -> list[Candidate]:
+    def near(self) -> list[Predicted]:
         """Those of `tight` that may fit, by the margin of the closed form: compiling them tells."""
         return [each for each in self.tight if BOUNDS[0] * each.peak <= self.cluster.memory]
 
 
 def search(
     config: Config,
-    cluster: Cluster,
+    cluster: PlanCluster,
     known: Known | None = None,
     *,
     among: Iterable[Layout] | None = None,
@@ -78,7 +78,7 @@ def search(
     among: the candidates; None: all of `layouts`. Raises `UserError` where none is allowed.
     """
     known, began = known or Known(), time.perf_counter()
-    fitting, tight = list[Candidate](), list[Candidate]()
+    fitting, tight = list[Predicted](), list[Predicted]()
     refused, examples, considered, nearest = Counter[str](), dict[str, Layout](), 0, None
     families = (
         layouts(config, cluster.devices, per_host=cluster.per_host) if among is None else ([each] for each in among)
@@ -89,7 +89,7 @@ def search(
         for layout in family:
             if enough is not None and _kept(layout) != enough:
                 break
-            found = checked(config, layout)
+            found = checked(config, layout, gpu=cluster.gpu)
             if isinstance(found, str):
                 refused[_kind(found)] += 1
                 examples.setdefault(_kind(found), layout)
@@ -114,18 +114,18 @@ def search(
     fitting.sort(key=lambda each: each.seconds.total)
     tight.sort(key=lambda each: each.seconds.total)
     took = time.perf_counter() - began
-    return Search(cluster, fitting[:KEPT], tight[:KEPT], nearest, refused, examples, considered, took)
+    return Search(cluster, fitting[:MOST_KEPT], tight[:MOST_KEPT], nearest, refused, examples, considered, took)
 
 
-def predicted(layout: Layout, config: Config, cluster: Cluster, known: Known) -> Candidate:
+def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known) -> Predicted:
     """The figures of a layout. One that needs more than `ROOM` times the memory has no seconds."""
     memory = memory_of(config, known)
     if memory[PEAK] > ROOM * cluster.memory:
-        return Candidate(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0, 0.0), memory, math.inf)
+        return Predicted(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0, 0.0), memory, math.inf)
     sent = list(sends_of(config, known))
     seconds = seconds_of(config, cluster, sent, (memory["parameters"], memory["optimizer state"]), known)
     of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts
-    return Candidate(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
+    return Predicted(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
 
 
 def _but_microbatches(layout: Layout) -> tuple[object, ...]:
@@ -146,16 +146,16 @@ def _kind(reason: str) -> str:
 class Tie(NamedTuple):
     """The layouts that no prediction can tell from the fastest one, the simplest first."""
 
-    members: list[Candidate]
+    members: list[Predicted]
     fastest: float
 
     @property
-    def winner(self) -> Candidate:
+    def winner(self) -> Predicted:
         """The simplest."""
         return self.members[0]
 
 
-def tie_of(candidates: list[Candidate], spread: float) -> Tie:
+def tie_of(candidates: list[Predicted], spread: float) -> Tie:
     """The tie class of candidates, which are sorted by seconds. spread: relative."""
     fastest = candidates[0].seconds.total
     members = [each for each in candidates if each.seconds.total <= (1 + spread) * fastest]

@@ -10,7 +10,7 @@ from jaxdist.collectives.cost import LINKS, Link
 from jaxdist.mesh import AXES
 from jaxdist.plan.calibration.file import Calibration
 from jaxdist.plan.compiled.ahead_of_time import USABLE_SHARE
-from jaxdist.plan.compiled.hardware import Gpu, get_gpu, gpu_of
+from jaxdist.plan.compiled.hardware import GPUS, Gpu, get_gpu, gpu_of
 from jaxdist.plan.machines import DEVICES, pcie, rate_of_link
 from jaxdist.precision.policy import Precision
 
@@ -28,7 +28,7 @@ HIDDEN_ON_GPUS = {
 }
 
 
-class Cluster(NamedTuple):
+class PlanCluster(NamedTuple):
     """Devices and links.
 
     name: of the devices. hosts, per_host: how many.
@@ -54,6 +54,11 @@ class Cluster(NamedTuple):
     hidden: Mapping[str, float]
     spread: float
     measured: Calibration | None = None
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the devices are GPUs of the table."""
+        return self.name in GPUS or gpu_of(self.name) is not None
 
     @property
     def devices(self) -> int:
@@ -91,7 +96,7 @@ class Cluster(NamedTuple):
 
 def gpu_cluster(
     gpu: str, precision: Precision, *, hosts: int, per_host: int, link: str | None, inside: str | None
-) -> Cluster:
+) -> PlanCluster:
     """GPUs of the table, by the rates that replays assume.
 
     link: between hosts, of a host: a name or a rate such as "100gbit"; None: 50 GB/s for each GPU (400 Gbit/s).
@@ -107,7 +112,7 @@ def gpu_cluster(
         near = near._replace(bytes_per_s=rate_of_link(inside, key="--inside"))
     far = LINKS["infiniband"]
     far = far._replace(bytes_per_s=far.bytes_per_s * per_host if link is None else rate_of_link(link, key="--link"))
-    return Cluster(
+    return PlanCluster(
         name=gpu,
         hosts=hosts,
         per_host=per_host,
@@ -129,13 +134,13 @@ def _products(gpu: Gpu, precision: Precision) -> float:
     return gpu.bf16 if jnp.dtype(precision.compute).itemsize == 2 else gpu.tf32
 
 
-def calibrated_cluster(found: Calibration, *, memory: float = math.inf) -> Cluster:
+def calibrated_cluster(found: Calibration, *, memory: float = math.inf) -> PlanCluster:
     """The devices and links of a calibration. Their collectives hide as much as those of GPUs do where they are GPUs;
     on CPUs they block."""
     gpu = gpu_of(found.device)
     nothing = Link(0.0, math.inf)
     inside = found.inside.link if found.inside is not None else nothing
-    return Cluster(
+    return PlanCluster(
         name=found.device,
         hosts=found.hosts,
         per_host=found.per_host,

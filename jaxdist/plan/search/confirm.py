@@ -10,12 +10,12 @@ import jax
 from jaxdist.build import assemble
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.compiled import ahead_of_time, hardware
 from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
 from jaxdist.plan.explain import ESTIMATED_PEAK, explain
-from jaxdist.plan.search.choose import Candidate
-from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.choose import Predicted
+from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.runtime.compiler import set_flags, set_options
 
 TRACED, COMPILED = 10, 3
@@ -27,18 +27,18 @@ class Confirmed(NamedTuple):
     notes: lines about what was compared, and what could not be compiled here.
     """
 
-    candidates: list[Candidate]
+    candidates: list[Predicted]
     notes: list[str]
 
 
 def confirm(
-    candidates: list[Candidate], cluster: Cluster, *, traced: int, compiled: int, progress: Callable[[str], None]
+    candidates: list[Predicted], cluster: PlanCluster, *, traced: int, compiled: int, progress: Callable[[str], None]
 ) -> Confirmed:
     """Trace the first candidates, and compile the first of these. One that does not fit then is dropped.
 
     traced, compiled: how many.
     """
-    left, notes, dropped = list[Candidate](), list[str](), 0
+    left, notes, dropped = list[Predicted](), list[str](), 0
     compiler = _compiler(cluster, notes) if compiled else None
     for each in candidates:
         if len(left) >= max(traced, compiled):
@@ -60,7 +60,7 @@ def confirm(
     return Confirmed([*left, *candidates[len(left) + dropped :]], notes)
 
 
-def _traced(each: Candidate, notes: list[str]) -> Candidate:
+def _traced(each: Predicted, notes: list[str]) -> Predicted:
     found = explain(each.config)
     if not math.isclose(found.ledger.wire_bytes, each.sent, rel_tol=1e-6, abs_tol=1.0):
         sent = f"{found.ledger.wire_bytes:,.0f} bytes, by closed forms {each.sent:,.0f}"
@@ -69,7 +69,7 @@ def _traced(each: Candidate, notes: list[str]) -> Candidate:
     return each._replace(how="traced", memory=memory, sent=found.ledger.wire_bytes)
 
 
-def _compiler(cluster: Cluster, notes: list[str]) -> Callable[[Candidate], Footprint | None] | None:
+def _compiler(cluster: PlanCluster, notes: list[str]) -> Callable[[Predicted], Footprint | None] | None:
     """A function that compiles a candidate for the devices of the cluster; None, with a note, where that cannot be."""
     if cluster.name not in hardware.GPUS:
         here = len(jax.devices())
@@ -85,7 +85,7 @@ def _compiler(cluster: Cluster, notes: list[str]) -> Callable[[Candidate], Footp
         notes.append(f"nothing was compiled, and memory is an estimate: {str(error).removeprefix('--compile: ')}")
         return None
 
-    def compile_for_gpus(each: Candidate) -> Footprint:
+    def compile_for_gpus(each: Predicted) -> Footprint:
         set_flags(each.config, "gpu", started=False)
         set_options(each.config, "gpu")
         mesh = ahead_of_time.mesh_of(each.config, description, hosts=cluster.hosts, gpus_per_host=cluster.per_host)
@@ -94,7 +94,7 @@ def _compiler(cluster: Cluster, notes: list[str]) -> Callable[[Candidate], Footp
     return compile_for_gpus
 
 
-def _on_these_devices(each: Candidate) -> Footprint | None:
+def _on_these_devices(each: Predicted) -> Footprint | None:
     mesh: Any = make_mesh(**asdict(each.config.mesh), devices=jax.devices())
     parts = assemble(each.config, mesh)
     return footprint_of(compile_step(parts, batch_of(each.config, mesh)), each.config, parts)

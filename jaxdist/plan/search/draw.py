@@ -7,7 +7,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from jaxdist.plan.report.draw_rounds import INK, MUTED, STYLE
-from jaxdist.plan.search.choose import Candidate
+from jaxdist.plan.search.choose import Predicted
 from jaxdist.plan.search.reasons import Other, duration
 
 _COLOURS = {"computing": "#1f5fa8", "bubble": "#c3cad1", "optimizer": "#6b8e23", "host memory": "#8a6d3b"}
@@ -15,7 +15,7 @@ _WAITS = ("#c2410c", "#e07b39", "#f2b134", "#a23b72", "#7a4fa3", "#d98880")
 _BARS = 12
 
 
-def draw_plan(ties: Sequence[Candidate], others: Sequence[Other], path: Path) -> None:
+def draw_plan(ties: Sequence[Predicted], others: Sequence[Other], path: Path) -> None:
     """Draw the choice, its ties and the layouts that lost to an SVG or PNG."""
     shown = [*ties[: _BARS // 2], *(each.candidate for each in others if "does not fit" not in each.why)][:_BARS]
     parts = list(dict.fromkeys(name for each in shown for name in each.seconds.parts()))

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.remedies import changed
-from jaxdist.plan.search.choose import Candidate, Search, Tie, search, tie_of
-from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.choose import Predicted, Search, Tie, search, tie_of
+from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.space import Layout
 from jaxdist.specs import format_bytes
 
@@ -20,7 +20,7 @@ FACTORS = (2, 4, 8, 16, 32, 64)
 class Other(NamedTuple):
     """A layout that lost. why: in words."""
 
-    candidate: Candidate
+    candidate: Predicted
     why: str
 
 
@@ -28,10 +28,10 @@ class Turn(NamedTuple):
     """What would have to be true for another layout to win. what: in words."""
 
     what: str
-    winner: Candidate
+    winner: Predicted
 
 
-def family(layout: Layout) -> tuple[object, ...]:
+def kind_of_layout(layout: Layout) -> tuple[object, ...]:
     """What kind of layout it is: the axes that are on, and the strategy."""
     values = layout.values
     return (*(axis for axis in AXES if values.get(f"mesh.{axis}", 1) > 1), values["parallel.strategy"])
@@ -40,21 +40,21 @@ def family(layout: Layout) -> tuple[object, ...]:
 def others(found: Search, tie: Tie, *, most: int = 6) -> list[Other]:
     """The best of each kind of layout that is not in the tie class, with the reason why it lost; and of each kind of
     which none fits, the one that is nearest to fitting."""
-    seen, lost = {family(each.layout) for each in tie.members}, list[Other]()
+    seen, lost = {kind_of_layout(each.layout) for each in tie.members}, list[Other]()
     for each in found.fitting:
-        if (kind := family(each.layout)) not in seen:
+        if (kind := kind_of_layout(each.layout)) not in seen:
             seen.add(kind)
             lost.append(Other(each, slower(each, tie.winner)))
     full = list[Other]()
     for each in sorted(found.tight, key=lambda each: each.peak):
-        if (kind := family(each.layout)) not in seen:
+        if (kind := kind_of_layout(each.layout)) not in seen:
             seen.add(kind)
             full.append(Other(each, does_not_fit(each, found.cluster.memory)))
     half = max(1, most // 2)
     return lost[: max(half, most - len(full))] + full[: max(half, most - len(lost))]
 
 
-def slower(each: Candidate, winner: Candidate) -> str:
+def slower(each: Predicted, winner: Predicted) -> str:
     """Why a layout is slower than the winner: the parts that grew most."""
     mine, best = each.seconds.parts(), winner.seconds.parts()
     grew = sorted(((mine.get(part, 0.0) - best.get(part, 0.0), part) for part in {*mine, *best}), reverse=True)
@@ -63,7 +63,7 @@ def slower(each: Candidate, winner: Candidate) -> str:
     return f"{each.seconds.total / winner.seconds.total:.2f} x: {', '.join(parts) or 'no part stands out'}"
 
 
-def does_not_fit(each: Candidate, room: float) -> str:
+def does_not_fit(each: Predicted, room: float) -> str:
     """Why a layout does not fit: the largest part of its memory."""
     part = max((name for name in each.memory if name != PEAK), key=lambda name: each.memory[name])
     return (
@@ -97,12 +97,12 @@ def turns(config: Config, found: Search, tie: Tie, known: Known) -> list[Turn]:
     return turned
 
 
-def _winner(config: Config, cluster: Cluster, among: Iterable[Layout], known: Known) -> Candidate | None:
+def _winner(config: Config, cluster: PlanCluster, among: Iterable[Layout], known: Known) -> Predicted | None:
     found = search(config, cluster, known, among=among)
     return tie_of(found.fitting, cluster.spread).winner if found.fitting else None
 
 
-def _clusters(cluster: Cluster) -> Iterator[list[tuple[str, Cluster]]]:
+def _clusters(cluster: PlanCluster) -> Iterator[list[tuple[str, PlanCluster]]]:
     """Lists of changes of one thing, the small changes first: (in words, the changed cluster)."""
     far, near = cluster.between, cluster.inside
     if cluster.hosts > 1:

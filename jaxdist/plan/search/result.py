@@ -14,16 +14,16 @@ from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
 from jaxdist.mesh import AXES
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.closed.memory import PEAK
+from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.remedies import changed
-from jaxdist.plan.search.choose import Candidate, Search, Tie, predicted, search, tie_of
-from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.choose import Predicted, Search, Tie, predicted, search, tie_of
+from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.confirm import COMPILED, TRACED, confirm
 from jaxdist.plan.search.reasons import Other, Turn, does_not_fit, others, slower, turns
 from jaxdist.plan.search.space import Layout, checked
 
 
-class Plan(NamedTuple):
+class LayoutPlan(NamedTuple):
     """A plan.
 
     search: all candidates. tie: those that nothing tells apart, the choice first.
@@ -42,19 +42,19 @@ class Plan(NamedTuple):
     asked: Other | None = None
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> PlanCluster:
         """What the plan is for."""
         return self.search.cluster
 
     @property
-    def winner(self) -> Candidate:
+    def winner(self) -> Predicted:
         """The choice."""
         return self.tie.winner
 
 
-def make_plan(
+def plan_layout(
     config: Config,
-    cluster: Cluster,
+    cluster: PlanCluster,
     *,
     basis: str,
     traced: int = TRACED,
@@ -62,8 +62,8 @@ def make_plan(
     asked: Layout | None = None,
     known: Known | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> Plan:
-    """Plan a configuration for a cluster.
+) -> LayoutPlan:
+    """LayoutPlan a configuration for a cluster.
 
     traced, compiled: how many of the best candidates are traced, and compiled.
     asked: a layout that is argued beside the choice.
@@ -92,17 +92,17 @@ def make_plan(
     tie = tie_of(found.fitting, cluster.spread)
     progress("what would have to be true for another layout to win")
     argued = None if asked is None else argue(config, asked, cluster, tie, known)
-    return Plan(config, found, tie, others(found, tie), turns(config, found, tie, known), notes, basis, argued)
+    return LayoutPlan(config, found, tie, others(found, tie), turns(config, found, tie, known), notes, basis, argued)
 
 
-def by_seconds(candidates: Iterable[Candidate]) -> list[Candidate]:
+def by_seconds(candidates: Iterable[Predicted]) -> list[Predicted]:
     """The candidates, the fastest first."""
     return sorted(candidates, key=lambda each: each.seconds.total)
 
 
-def argue(config: Config, layout: Layout, cluster: Cluster, tie: Tie, known: Known) -> Other:
+def argue(config: Config, layout: Layout, cluster: PlanCluster, tie: Tie, known: Known) -> Other:
     """A layout beside the choice. Raises the `UserError` of one that is not allowed."""
-    found = checked(config, layout)
+    found = checked(config, layout, gpu=cluster.gpu)
     if isinstance(found, str):
         raise UserError(found)
     candidate = predicted(layout, found, cluster, known)
@@ -115,7 +115,7 @@ def argue(config: Config, layout: Layout, cluster: Cluster, tie: Tie, known: Kno
     return Other(candidate, slower(candidate, tie.winner))
 
 
-def candidate_to_json(each: Candidate) -> dict[str, Any]:
+def candidate_to_json(each: Predicted) -> dict[str, Any]:
     """{"layout", "overrides", "seconds", "parts", "memory", "memory_is", "sent_bytes"}."""
     return {
         "layout": each.layout.name(),
@@ -129,7 +129,7 @@ def candidate_to_json(each: Candidate) -> dict[str, Any]:
     }
 
 
-def plan_to_json(plan: Plan) -> dict[str, Any]:
+def layout_plan_to_json(plan: LayoutPlan) -> dict[str, Any]:
     """The plan for programs: choice, ties, others with reasons, turns, what was refused and why."""
     cluster = plan.cluster._asdict()
     cluster |= {"inside": plan.cluster.inside._asdict(), "between": plan.cluster.between._asdict()}
@@ -149,19 +149,19 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write_plan(plan: Plan, folder: Path) -> list[Path]:
+def write_plan(plan: LayoutPlan, folder: Path) -> list[Path]:
     """Write plan.json, plan.yaml, which trains, and plan.svg to a folder. Returns the paths."""
     from jaxdist.plan.search.draw import draw_plan  # matplotlib, which only pictures need
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("plan.json", "plan.yaml", "plan.svg")]
-    replace_file(paths[0], (json.dumps(plan_to_json(plan), indent=1) + "\n").encode())
+    replace_file(paths[0], (json.dumps(layout_plan_to_json(plan), indent=1) + "\n").encode())
     replace_file(paths[1], launchable(plan, paths[0]).encode())
     draw_plan(plan.tie.members, plan.others, paths[2])
     return paths
 
 
-def launchable(plan: Plan, path: Path) -> str:
+def launchable(plan: LayoutPlan, path: Path) -> str:
     """The configuration of the choice as YAML, with what was predicted in its first line.
 
     path: of plan.json, which its run keeps.
@@ -171,7 +171,7 @@ def launchable(plan: Plan, path: Path) -> str:
     return f"# {best.layout.name()}: {best.seconds.total:.4g} s a step predicted for {devices}\n{to_yaml(config)}"
 
 
-def launch_command(plan: Plan, path: str) -> str:
+def launch_command(plan: LayoutPlan, path: str) -> str:
     """The command that trains with a plan's YAML."""
     if plan.cluster.hosts == 1:
         return f"jaxdist train {path}"

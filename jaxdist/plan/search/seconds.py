@@ -12,10 +12,10 @@ from jaxdist.mesh import BATCH_AXES
 from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.calibration.file import Calibration
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.closed.sent import Sent
+from jaxdist.plan.closed.sent import Transfer, rounds
 from jaxdist.plan.report.timeline import WorkCosts, simulate
-from jaxdist.plan.search.cluster import Cluster
-from jaxdist.plan.search.work import ModelWork, work_of
+from jaxdist.plan.search.cluster import PlanCluster
+from jaxdist.plan.search.work import ModelWork, model_work
 
 # Bytes that a step of an optimizer moves through the device's memory, for each byte of parameters and of its state:
 # both are read and written, and gradients, which are as large as parameters, are read.
@@ -51,7 +51,9 @@ class Seconds(NamedTuple):
         return {name: each for name, each in named.items() if each > 0}
 
 
-def seconds_of(config: Config, cluster: Cluster, sent: Iterable[Sent], state: tuple[int, int], known: Known) -> Seconds:
+def seconds_of(
+    config: Config, cluster: PlanCluster, sent: Iterable[Transfer], state: tuple[int, int], known: Known
+) -> Seconds:
     """The prediction for a configuration whose mesh has as many devices as the cluster.
 
     sent: its collectives. state: bytes of a device's parameters, and of its optimizer state.
@@ -68,10 +70,10 @@ def seconds_of(config: Config, cluster: Cluster, sent: Iterable[Sent], state: tu
     return Seconds(work, bubble, waiting, moved / cluster.bandwidth, host, between)
 
 
-def computing_of(config: Config, cluster: Cluster, known: Known) -> tuple[float, ModelWork]:
+def computing_of(config: Config, cluster: PlanCluster, known: Known) -> tuple[float, ModelWork]:
     """(seconds that the busiest stage computes in a step without a bubble, the work of the model)."""
     mesh, parallel = config.mesh, config.parallel
-    work = work_of(config, known)
+    work = model_work(config, known)
     rows = rows_of(config)
     split = mesh.tensor * mesh.context
     blocks = max(parallel.stages, default=0) * parallel.chunks or -(-known.model(config).layers // mesh.pipe)
@@ -146,7 +148,7 @@ def bubble_of(config: Config, work: ModelWork, known: Known) -> float:
 
 
 def _waiting(
-    sent: Iterable[Sent], config: Config, cluster: Cluster, computing: float
+    sent: Iterable[Transfer], config: Config, cluster: PlanCluster, computing: float
 ) -> tuple[dict[tuple[str, ...], float], float]:
     """({axes: seconds that computation waits}, how much of it for links between hosts), of the busiest stage."""
     sizes, given = asdict(config.mesh), list(sent)
@@ -177,13 +179,7 @@ def _waiting(
     return {axes: seconds for axes, seconds in waiting.items() if seconds > 0}, between
 
 
-def rounds(op: str, n: int) -> int:
-    """Messages that a collective sends one after the other: in trees, as NCCL does where latency counts."""
-    deep = math.ceil(math.log2(n)) if n > 1 else 0
-    return {"psum": 2 * deep, "ppermute": 1}.get(op, deep)
-
-
-def hidden_share(each: Sent, config: Config, cluster: Cluster) -> float:
+def hidden_share(each: Transfer, config: Config, cluster: PlanCluster) -> float:
     """The share of a collective's time that may run beside computation."""
     if each.phase == "once a step" or each.what in ("metrics", "optimizer"):
         return 0.0  # before the first block, or after the last: nothing is left to compute

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist import registry
-from jaxdist.config.checks import check_config
+from jaxdist.config.checks import check_config, prefetches
 from jaxdist.config.entries import ModelFacts, ScheduleFacts, StrategyFacts
 from jaxdist.config.rules.pipeline import divisors
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import AXES, BATCH_AXES
+from jaxdist.plan.calibration.file import REMATS
 from jaxdist.plan.remedies import changed, typed
 
-REMATS = ("none", "dots", "full")
 MOST_MICROBATCHES = 64  # more hide hardly more of a bubble
-LONG = 16384  # positions from which on activations of one sequence may be split
+LONG_SEQUENCE = 16384  # positions from which on activations of one sequence may be split
 
 
 class Layout(NamedTuple):
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
         values = self.values
         sizes = [f"{axis}={values[f'mesh.{axis}']}" for axis in AXES if values.get(f"mesh.{axis}", 1) > 1]
         words = [*sizes, values["parallel.strategy"]]
-        if values["parallel.schedule"] != "accumulate":
+        if not ScheduleFacts.of(values["parallel.schedule"]).one_stage:
             words.append(values["parallel.schedule"])
         if (chunks := values.get("parallel.chunks", 1)) > 1:
             words.append(f"chunks={chunks}")
@@ -77,13 +77,13 @@ def _shown(value: Any) -> Any:
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
 
 
-def splits(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+def axis_splits(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
     """All sizes of these axes whose product is the number of devices."""
     if len(axes) == 1:
         yield {axes[0]: devices}
         return
     for size in divisors(devices):
-        for rest in splits(devices // size, axes[1:]):
+        for rest in axis_splits(devices // size, axes[1:]):
             yield {axes[0]: size, **rest}
 
 
@@ -98,7 +98,7 @@ def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Lay
     than 1F1B; zero strategies without shards. `context` is tried where sequences are long, or fewer than devices.
     """
     sharded = [name for name in registry.names(StrategyFacts.folder) if StrategyFacts.of(name).sharded]
-    for sizes in splits(devices, _axes(config, devices)):
+    for sizes in axis_splits(devices, _axes(config, devices)):
         if sizes.get("tensor", 1) > per_host:
             continue
         shards = sizes.get("fsdp", 1) * sizes.get("context", 1)
@@ -137,7 +137,7 @@ def _axes(config: Config, devices: int) -> list[str]:
     if ModelFacts.of(config.model.name).user_loss:
         return ["data", "fsdp"]
     unused = _unused(config)
-    long = config.data.seq_len >= LONG or config.data.global_batch < devices or config.mesh.context > 1
+    long = config.data.seq_len >= LONG_SEQUENCE or config.data.global_batch < devices or config.mesh.context > 1
     return [axis for axis in AXES if axis not in unused and (axis != "context" or long)]
 
 
@@ -152,15 +152,19 @@ def _schedules(config: Config, stages: int) -> list[tuple[str, int]]:
     """(schedule, chunks) that are tried for a number of stages."""
     if stages == 1:
         one = config.parallel.schedule
-        return [(one if ScheduleFacts.of(one).one_stage else "accumulate", 1)]
+        return [(one if ScheduleFacts.of(one).one_stage else Config().parallel.schedule, 1)]
     found = [("one_f_one_b", 1), ("zero_bubble", 1)]
     layers = config.model.stacked or 0
     return found + [("interleaved", chunks) for chunks in (2, 4) if layers % (stages * chunks) == 0]
 
 
-def checked(config: Config, layout: Layout) -> Config | str:
-    """The configuration with a layout's values; or, where it is refused, the reason."""
+def checked(config: Config, layout: Layout, *, gpu: bool) -> Config | str:
+    """The configuration with a layout's values; or, where it is refused, the reason.
+
+    gpu: whether it is for GPUs, where `parallel.prefetch: null` may mean 1.
+    """
     try:
-        return check_config(changed(config, layout.values), planned=True)
+        found = check_config(changed(config, layout.values), planned=True)
     except UserError as error:
         return str(error)
+    return changed(found, {"parallel.prefetch": int(prefetches(found, gpu=gpu))})

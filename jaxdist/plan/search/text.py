@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 
 from jaxdist.config.schema import Config
-from jaxdist.plan.closed.memory import PEAK
-from jaxdist.plan.search.choose import Candidate
+from jaxdist.plan.closed.memory.peak import PEAK
+from jaxdist.plan.search.choose import Predicted
 from jaxdist.plan.search.reasons import duration
-from jaxdist.plan.search.result import Plan, layout_of
+from jaxdist.plan.search.result import LayoutPlan, layout_of
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.specs import format_bytes
 
 SHOWN_TIES = 6
 
 
-def search_text(plan: Plan) -> str:
+def search_text(plan: LayoutPlan) -> str:
     """The plan: the choice with its seconds and memory by part, ties, others with reasons, what would turn it."""
     found, best, tie = plan.search, plan.winner, plan.tie
     lines = [
@@ -53,23 +53,23 @@ def search_text(plan: Plan) -> str:
     return "\n".join([*lines, *(["", *(f"Note: {each}" for each in plan.notes)] if plan.notes else [])])
 
 
-def _changes(each: Candidate, config: Config) -> list[str]:
+def _changes(each: Predicted, config: Config) -> list[str]:
     """The overrides of a layout that change the configuration that was planned."""
     now = set(layout_of(config).arguments())
     return [each for each in each.layout.arguments() if each not in now]
 
 
-def _time(each: Candidate) -> str:
+def _time(each: Predicted) -> str:
     return duration(each.seconds.total)
 
 
-def _parts(each: Candidate) -> list[str]:
+def _parts(each: Predicted) -> list[str]:
     total = each.seconds.total
     rows = [(name, duration(part), f"{part / total:.1%}") for name, part in each.seconds.parts().items()]
     return [f"  {line}" for line in aligned([*rows, ("a step", duration(total), "")], right=(1, 2))]
 
 
-def _memory(each: Candidate, plan: Plan) -> list[str]:
+def _memory(each: Predicted, plan: LayoutPlan) -> list[str]:
     room = plan.cluster.memory
     rows = [(name, format_bytes(size)) for name, size in each.memory.items() if size and name != PEAK]
     left = f", of {format_bytes(room)} that a step may take" if room < float("inf") else ""
@@ -78,7 +78,7 @@ def _memory(each: Candidate, plan: Plan) -> list[str]:
     return ["Memory of a device, parts by the closed form:", *(f"  {line}" for line in aligned(rows))]
 
 
-def _ties(members: Sequence[Candidate], plan: Plan) -> list[str]:
+def _ties(members: Sequence[Predicted], plan: LayoutPlan) -> list[str]:
     spread = f"{plan.cluster.spread:.0%}"
     if len(members) == 1:
         return [f"No other layout is within {spread} of it."]

@@ -25,8 +25,8 @@ from jaxdist.precision.policy import precision_of
 from jaxdist.specs import STACKED
 
 
-class Work(NamedTuple):
-    """Work of a unit for each sequence, on one device that has all of the unit.
+class UnitWork(NamedTuple):
+    """UnitWork of a unit for each sequence, on one device that has all of the unit.
 
     flops: of matrix products, for each sequence.
     row_bytes: what products read and write for each sequence. fixed_bytes: whatever the number of sequences.
@@ -36,8 +36,8 @@ class Work(NamedTuple):
     row_bytes: float
     fixed_bytes: float
 
-    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
-        return Work(*(a + b for a, b in zip(tuple(self), tuple(other), strict=True)))
+    def __add__(self, other: "UnitWork") -> "UnitWork":  # type: ignore[override]
+        return UnitWork(*(a + b for a, b in zip(tuple(self), tuple(other), strict=True)))
 
     def seconds(self, rows: float, parts: float, *, flops: float, bandwidth: float) -> float:
         """Seconds for this many sequences on a device that has one of `parts` of the unit.
@@ -51,14 +51,14 @@ class Work(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """Work of a model. forward: of one block. block: of one block, both passes. ends: of embedding and head."""
+    """UnitWork of a model. forward: of one block. block: of one block, both passes. ends: of embedding and head."""
 
-    forward: Work
-    block: Work
-    ends: Work
+    forward: UnitWork
+    block: UnitWork
+    ends: UnitWork
 
 
-def work_of(config: Config, known: Known) -> ModelWork:
+def model_work(config: Config, known: Known) -> ModelWork:
     """The work of a configuration's model, under its remat. The model must have blocks."""
     remat = config.memory.remat
     key = ("work", config.model, config.data.seq_len, config.precision, remat)
@@ -71,7 +71,7 @@ def _traced(config: Config, known: Known) -> ModelWork:
     one, two = (_passes(config, known, remat, rows) for rows in (1, 2))
     works = []
     for (flops, nbytes), (_, more) in zip(one, two, strict=True):
-        works.append(Work(flops, more - nbytes, 2 * nbytes - more))
+        works.append(UnitWork(flops, more - nbytes, 2 * nbytes - more))
     forward, block, ends = works
     if config.memory.remat == "sqrt":  # a segment is computed again, and each of its blocks once more
         block += forward

@@ -131,8 +131,11 @@ class Adder:
 
     def _follower(self, jaxprs: tuple[Any, Any], cut: list[np.ndarray], *, unroll: bool) -> Follower:
         program = pair_up(*jaxprs, unroll=unroll)
-        split = [own for tree, own in zip(self.subject.arguments, (False, True, True, False), strict=True)
-                 for _ in jax.tree.leaves(tree)]  # fmt: skip
+        split = [
+            own
+            for tree, own in zip(self.subject.arguments, (False, True, True, False), strict=True)
+            for _ in jax.tree.leaves(tree)
+        ]
         leaves = jax.tree.leaves(self.subject.arguments)
         return Follower(program, leaves, split, cut, tol=self.tol, shared=self.shared)
 

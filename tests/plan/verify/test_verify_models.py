@@ -27,13 +27,17 @@ OFF = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1"]
 LAYOUTS = {
     "tensor": ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"],
     "interleaved": [
-        "mesh.pipe=2", "mesh.fsdp=2", "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.microbatches=4",
+        "mesh.pipe=2",
+        "mesh.fsdp=2",
+        "parallel.schedule=interleaved",
+        "parallel.chunks=2",
+        "parallel.microbatches=4",
         "model.dropout=0.2",
     ],
     "uneven": ["mesh.pipe=2", "parallel.schedule=one_f_one_b", "parallel.stages=[1,3]", "parallel.microbatches=2"],
     "context": ["mesh.context=2", "mesh.fsdp=2", "optimizer.name=adamw"],
     "bf16": ["mesh.fsdp=4", "precision.policy=bf16", "optimizer.name=adamw", "optimizer.freeze=[embed.*]"],
-}  # fmt: skip
+}
 
 
 def verified(overrides: list[str]) -> Any:

@@ -8,13 +8,13 @@ from jaxdist.errors import UserError
 from jaxdist.observe.report import read_run
 from jaxdist.observe.report.sections.plan import compared
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.search.choose import Candidate, predicted
-from jaxdist.plan.search.cluster import Cluster
+from jaxdist.plan.search.choose import Predicted, predicted
+from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.result import candidate_to_json, layout_of
 from jaxdist.plan.traced.sharding import aligned
 
 
-def check_run(folder: Path, cluster: Cluster | None) -> list[str]:
+def check_run(folder: Path, cluster: PlanCluster | None) -> list[str]:
     """Lines: what was predicted for a run, by part, beside what it measured.
 
     cluster: what to predict for; None: what the plan.json of the run says counts. Raises `UserError` for a run without
@@ -33,6 +33,6 @@ def check_run(folder: Path, cluster: Cluster | None) -> list[str]:
     return aligned([head, *(each.shown() for each in rows)], right=(1, 2, 3))
 
 
-def _predicted(folder: Path, cluster: Cluster) -> Candidate:
+def _predicted(folder: Path, cluster: PlanCluster) -> Predicted:
     config = load_config(folder / "config.yaml", planned=True)
     return predicted(layout_of(config), config, cluster._replace(memory=math.inf), Known())

@@ -1,8 +1,8 @@
 """The memory of a device in closed form: what it holds, and the most at any time of a step, without tracing the step.
 
-State and batch are exact (`jaxdist.plan.closed.at_rest`). Beside them a step goes through phases, each with arrays of
-its own; the peak is that of the phase with most. Work space of blocks, embedding and head, and what is kept for the
-backward pass, come from traces of these units alone (`jaxdist.plan.closed.units`).
+State and batch are exact (`at_rest`). Beside them a step goes through phases, each with arrays of its own; the peak is
+that of the phase with most. Work space of blocks, embedding and head, and what is kept for the backward pass, come from
+traces of these units alone (`units`).
 
 What has no closed form is traced whole: a loss without blocks, distillation, and replicas that train by themselves.
 """
@@ -11,12 +11,12 @@ import math
 from typing import NamedTuple
 
 from jaxdist.build import prefetches_on
-from jaxdist.config.entries import ModelFacts
+from jaxdist.config.entries import ModelFacts, ScheduleFacts
 from jaxdist.config.schema import Config
 from jaxdist.parallel.pipeline.table import allocate_slots, table_of
-from jaxdist.plan.closed.at_rest import AtRest, at_rest
 from jaxdist.plan.closed.leaves import Known, mesh_sizes, planned_mesh
-from jaxdist.plan.closed.units import units_of
+from jaxdist.plan.closed.memory.at_rest import AtRest, at_rest
+from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
 from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, IN_HOST_MEMORY, explain
 from jaxdist.specs import STACKED, format_bytes
@@ -84,7 +84,7 @@ def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest,
     grads, kept, h = sum(rest.gradients.values()), sizes["kept"], sizes["h"]
     sums = 0.0  # of the microbatches before
     if parts > 1:
-        pairs = config.parallel.schedule == "pairwise" or config.parallel.grad_sync.deterministic
+        pairs = ScheduleFacts.of(config.parallel.schedule).power_of_two or config.parallel.grad_sync.deterministic
         sums = grads * (math.log2(parts) if pairs else 1)
     head = rest.gradients["head"] + rest.gradients["embed"]
     copies, layers = float(rest.copies), known.model(config).layers
