@@ -74,19 +74,6 @@ class Strategy(NamedTuple):
     reduce_block: Callable[[PyTree, PyTree], PyTree] | None = None
 
 
-class Moves(NamedTuple):
-    """When a strategy moves its shards, which a file of this folder says by `sends`. For ddp there are none.
-
-    gather_each: whether a unit is all-gathered where it is used, for the backward pass again; else all units at the
-    start of a step.
-    reduce_each: whether the gradient of a unit is reduce-scattered as the backward pass makes it, once a microbatch;
-    else all gradients at the end of a step.
-    """
-
-    gather_each: bool
-    reduce_each: bool
-
-
 def regathers(strategy: Strategy, specs: PyTree) -> bool:
     """Whether the backward pass gathers parameters of this unit again."""
     return strategy.drops and has_shards(specs)

@@ -228,7 +228,7 @@ def test_a_report_has_the_plan_beside_the_run(plan: LayoutPlan) -> None:
     assert rows["a step"].measured == 2.0 and rows["a step"].predicted == plan.winner.seconds.total
     assert rows["computing"].predicted == plan.winner.seconds.computing and rows["sent by a device"].measured == 10
     [(title, text)] = plan_section(record)
-    assert title == "LayoutPlan" and plan.winner.layout.name() in text
+    assert title == "Plan" and plan.winner.layout.name() in text
     assert plan_section(record._replace(plan={})) == plan_section(record._replace(plan={"choice": "no"})) == []
 
 

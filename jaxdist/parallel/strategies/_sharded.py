@@ -18,8 +18,8 @@ import jax
 from jax import lax
 
 from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.parallel.strategy import (
-    Moves,
     Strategy,
     begin_varying,
     cast_leaf,

@@ -6,8 +6,9 @@ The least communication for gradient accumulation, at the price of a whole copy 
 
 from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.parallel.strategies._sharded import sharded
-from jaxdist.parallel.strategy import Moves, Strategy
+from jaxdist.parallel.strategy import Strategy
 
 FACTS = StrategyFacts(sharded=True, next="zero2")
 

@@ -5,8 +5,9 @@ In deterministic mode gradients stay whole until the end of a step.
 
 from jaxdist.config.entries import StrategyFacts
 from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.parallel.strategies._sharded import sharded
-from jaxdist.parallel.strategy import Moves, Strategy
+from jaxdist.parallel.strategy import Strategy
 
 FACTS = StrategyFacts(sharded=True, regathers=True)
 

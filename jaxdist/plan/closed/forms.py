@@ -15,9 +15,9 @@ from jaxdist.model import ModelDef
 from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.strategy import Moves
+from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.plan.closed.leaves import Known, model_key, planned_mesh
-from jaxdist.plan.closed.microbatch import TRACED_ROWS, Microbatch, trace_microbatch
+from jaxdist.plan.closed.microbatch import PRIME_ROWS, Microbatch, trace_microbatch
 from jaxdist.plan.closed.shares import Share
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.precision.policy import precision_of
@@ -123,7 +123,7 @@ def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: F
     return replace(
         config,
         model=config.model.replace(**{key: value for key, value in chunk.items() if key in known}),
-        data=replace(config.data, global_batch=(form.samples or TRACED_ROWS) * fsdp * mesh.expert),
+        data=replace(config.data, global_batch=(form.samples or PRIME_ROWS) * fsdp * mesh.expert),
         mesh=MeshConfig(fsdp=fsdp, expert=mesh.expert, context=mesh.context, tensor=mesh.tensor),
         parallel=replace(
             parallel,

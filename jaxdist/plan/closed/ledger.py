@@ -24,7 +24,7 @@ from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
 from jaxdist.parallel.schedule import EMBED
-from jaxdist.parallel.strategy import Moves
+from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.plan.closed.calls import AxisSizes, Call, collective_call
 from jaxdist.plan.closed.forms import Form, form_of_step, microbatches_of
 from jaxdist.plan.closed.leaves import Known, mesh_sizes, model_key, placing_key, planned_mesh

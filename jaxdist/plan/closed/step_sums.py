@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxdist.collectives.bucket import plan_buckets
 from jaxdist.mesh import BATCH_LIKE
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.strategy import Moves
+from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.parallel.wrappers.reduce_in_backward import summed_in_backward
 from jaxdist.plan.closed.calls import AxisSizes, collective_call
 from jaxdist.plan.closed.sent import Transfer
