@@ -27,3 +27,12 @@ def levels(cases: Iterable[Any], *, everyday: int = 0, slow: int = 1, common: in
         marks = [] if i in often else [pytest.mark.slow if i in chosen else pytest.mark.exhaustive]
         params.append(pytest.param(*((case,) if hasattr(case, "_fields") else case), marks=marks))
     return params
+
+
+def others_slow(cases: Iterable[Any], *everyday: Any) -> list[Any]:
+    """Parameters of which these run everyday, and the others in slow runs."""
+    cases = list(cases)
+    assert all(case in cases for case in everyday), "a case that is run everyday is none of them"
+    params = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [[] if case in everyday else [pytest.mark.slow] for case in cases]
+    return [pytest.param(*each, marks=own) for each, own in zip(params, marks, strict=True)]

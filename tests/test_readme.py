@@ -30,6 +30,7 @@ def block(start: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_the_header_of_the_quickstart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

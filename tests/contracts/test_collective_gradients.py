@@ -116,11 +116,12 @@ def check_gradients(algorithm: str, n: int, *, second: bool, every_op: bool = Tr
             np.testing.assert_allclose(got[key], want[key], rtol=1e-12, atol=1e-12, err_msg=key)
 
 
-@pytest.mark.parametrize("name", levels(NAMES, everyday=3, slow=2))  # slow runs have those of every op
+@pytest.mark.parametrize("name", levels(NAMES, everyday=7, slow=2))  # slow runs have those of every op
 def test_first_derivatives(name: str) -> None:
     check_gradients(name, 3, second=False, every_op=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring"])
 def test_second_derivatives(name: str) -> None:
     check_gradients(name, 3, second=True, every_op=False)

@@ -114,7 +114,7 @@ SOME_APART = [
 
 
 @pytest.mark.parametrize(
-    "case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=36, slow=8, common=3), ids=str
+    "case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=72, slow=8, common=3), ids=str
 )
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)

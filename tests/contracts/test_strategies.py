@@ -247,6 +247,7 @@ def test_sharding_takes_the_first_free_dim_and_leaves_the_stack_alone() -> None:
     assert place((8, 16, 4), "pipe", None, None, small=256) == P("pipe", "fsdp", None)
 
 
+@pytest.mark.slow
 def test_every_init_is_the_same_array() -> None:
     model, tx = gpt(GPT2, max_length=8), optax.adamw(1e-3)
     want = jax.device_get(init_state(model, tx, make_mesh(), strategy="ddp").params)

@@ -211,6 +211,7 @@ def test_a_teacher_under_deterministic_sums_is_refused() -> None:
         join(model, Teacher(model, mesh, StepOptions()), optimizer(), mesh, options, MIXTURE)
 
 
+@pytest.mark.slow
 def test_the_step_does_not_take_a_table_that_a_failed_step_used_up(traced: Any) -> None:
     step, state, batch, _ = traced
     with jax.enable_x64(True):

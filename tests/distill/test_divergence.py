@@ -71,6 +71,7 @@ def test_the_loss_for_a_loss_of_ones_own() -> None:
     np.testing.assert_allclose(plain, hard, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_rest_of_rounding_gives_no_nan() -> None:
     """A teacher that is sure of one token, in fp32: the listed probabilities may sum to more than 1."""
     logits = jnp.zeros((1, VOCAB)).at[0, 3].set(60.0)

@@ -18,6 +18,7 @@ import child
 import pytest
 import strangers
 from jobs import wait_until
+from levels import others_slow
 from strangers import TOKEN, admitted
 
 from jaxdist.errors import UserError
@@ -277,6 +278,7 @@ def test_a_signal_that_comes_twice_is_one(launch: Callable[..., Launcher]) -> No
     assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on"
 
 
+@pytest.mark.slow
 def test_ranks_without_a_handler_yet_are_stopped(launch: Callable[..., Launcher]) -> None:
     """They are importing JAX: there is nothing to save."""
     job = launch("echo ready >ready$RANK; sleep 300", "-n", "2")
@@ -361,7 +363,7 @@ except UserError as error:
 """
 
 
-@pytest.mark.parametrize("chosen", ["launcher", "user"])
+@pytest.mark.parametrize("chosen", others_slow(["launcher", "user"], "user"))
 def test_a_lost_race_for_the_port(chosen: str, launch: Callable[..., Launcher], tmp_path: Path) -> None:
     """The launcher makes another choice; it does not overrule the user."""
     with socket.socket() as probe:
@@ -405,6 +407,7 @@ def test_restarts_count_from_the_last_progress(launch: Callable[..., Launcher], 
     assert "given up after 2 restarts without a newer checkpoint" in job.err()
 
 
+@pytest.mark.slow
 def test_back_off_doubles(launch: Callable[..., Launcher]) -> None:
     job = launch("date +%s.%N >>times; exit 1", "-n", "1", "--backoff", "0.25")
     assert job.wait() == 1
@@ -573,6 +576,7 @@ def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..
 LIMIT = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
 
 
+@pytest.mark.slow
 def test_silent_connections_do_not_keep_a_job_from_beginning(hosts: Callable[..., Launcher]) -> None:
     """Many more of them than the launcher can have open. Nor does what strangers say."""
     first = hosts(0, SAY, before=LIMIT)
@@ -639,6 +643,7 @@ def test_ranks_of_one_host_have_a_token_of_their_own(launch: Callable[..., Launc
     assert len(found) == 2 and all(len(each) == 65 for each in found)
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_say_how_its_ranks_ended(capfd: pytest.CaptureFixture[str]) -> None:
     """It knows the token, and says less, more, or of other ranks: it is hung up on, with a line."""
     ended = {"status": "ended", "statuses": {"1": 0, "2": 1}, "killed": [1], "cause": 2, "stopped": False}
@@ -757,6 +762,7 @@ def test_a_line_to_a_host_that_is_silent_ends() -> None:
         connection.close()
 
 
+@pytest.mark.slow
 def test_hosts_of_different_jobs(hosts: Callable[..., Launcher]) -> None:
     """Another number of hosts; a host's rank given twice. The job itself goes on waiting, then begins."""
     first = hosts(0, "sleep 1", nnodes=2)

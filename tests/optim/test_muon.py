@@ -69,6 +69,7 @@ def test_a_single_matrix_is_gathered(spec: P) -> None:
     np.testing.assert_array_equal(run(jax.device_put(x, sharding)), products(x))
 
 
+@pytest.mark.slow
 def test_all_that_the_optimizer_sends_is_in_the_ledger() -> None:
     """Each sharded kernel goes to its device and back; the compiler adds sums of numbers, and nothing else."""
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), make_optimizer(OPTIONS, steps=3)

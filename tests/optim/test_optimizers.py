@@ -139,6 +139,7 @@ def test_muon_takes_the_kernels_of_blocks() -> None:
     assert foreign["b"] is None and foreign["w"] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", levels(("adamw", "sgd", "muon", "lion", "adafactor"), everyday=5, slow=2))
 def test_every_optimizer_takes_the_same_step_in_every_layout(name: str) -> None:
     """Adafactor, Muon and clipping look across a tensor: local statistics would differ here."""
@@ -181,6 +182,7 @@ STACKED_SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", levels(("adafactor", "muon", "adamw", "sgd", "lion"), everyday=5))
 def test_a_block_moves_as_if_it_were_alone(name: str) -> None:
     """An optimizer that takes means over a parameter takes them over one block's: stacked blocks are as many layers.

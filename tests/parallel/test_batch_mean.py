@@ -17,7 +17,7 @@ import pytest
 from batch_norm import DEEP, SMALL, TINY, Net, Trained
 from jax import lax
 from jaxprs import primitive_counts
-from levels import levels
+from levels import levels, others_slow
 from losses import as_numpy, plain, returning, rows, steps_of, trace
 
 import jaxdist
@@ -53,7 +53,9 @@ LAYOUTS = [
 ]
 DEEPER = [("deep", "zero3", 2, 4, "full"), ("deep", "ddp", 8, 1, "none")]
 DEEPER += [("deep", "zero1", 1, 2, "none"), ("deep", "zero2", 2, 2, "none")]
-EVERYDAY = [pytest.param("tiny", "zero3", 2, 2, "full"), pytest.param("tiny", "zero1", 1, 3, "none")]
+EVERYDAY = others_slow(
+    [("tiny", "zero3", 2, 2, "full"), ("tiny", "zero1", 1, 3, "none")], ("tiny", "zero3", 2, 2, "full")
+)
 NETS = {"tiny": TINY, "small": SMALL, "deep": DEEP}
 
 

@@ -88,6 +88,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*levels(CASES, everyday=6, slow=4, common=2), *levels(SLOW, slow=16, common=4)], ids=str
 )

@@ -12,7 +12,7 @@ import optax
 import pytest
 from batches import token_shapes
 from jax.sharding import NamedSharding
-from levels import levels
+from levels import levels, others_slow
 
 import jaxdist
 from jaxdist import make_mesh, make_train_step, registry, state_target
@@ -85,7 +85,7 @@ def test_wire_bytes_are_the_closed_forms(strategy: str, n: int, microbatches: in
     assert found == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", others_slow([1, 3], 3))
 def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_never(microbatches: int) -> None:
     definition, n = model(), 16
     found = ledger_of(definition, "zero3", fsdp=n, microbatches=microbatches, remat="full", prefetch=1).total("op")
@@ -102,7 +102,7 @@ def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_neve
     assert found == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize(("strategy", "prefetch"), levels(itertools.product(("ddp", "zero3"), (0, 1)), everyday=3))
+@pytest.mark.parametrize(("strategy", "prefetch"), levels(itertools.product(("ddp", "zero3"), (0, 1)), everyday=4))
 def test_sums_in_the_backward_pass_send_what_sums_at_the_end_send(strategy: str, prefetch: int) -> None:
     early = jaxdist.GradSync(bucket_mb=1e-6)
     sizes = {"data": 4} if strategy == "ddp" else {"data": 4, "fsdp": 2}
@@ -117,7 +117,7 @@ def test_sums_in_the_backward_pass_send_what_sums_at_the_end_send(strategy: str,
     assert beside == any(each.purpose == "gradients of blocks" for each in late.collectives)
 
 
-@pytest.mark.parametrize("strategy", [name for name in NAMES if name != "ddp"])
+@pytest.mark.parametrize("strategy", others_slow([name for name in NAMES if name != "ddp"], "zero3"))
 def test_hybrid_sharding_adds_an_all_reduce_of_shards(strategy: str) -> None:
     definition, f, d = model(), 4, 8
     found = ledger_of(definition, strategy, fsdp=f, data=d)
@@ -156,7 +156,9 @@ NEW_COMPILER = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.
         pytest.param("zero3", {"microbatches": 2}, marks=pytest.mark.slow),
         ("zero3", {"prefetch": 1, "remat": "full"}),
         *(
-            pytest.param("zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=NEW_COMPILER)
+            pytest.param(
+                "zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=[NEW_COMPILER, pytest.mark.slow]
+            )
             for prefetch, remat in ((0, "full"), (1, "none"))
         ),
         pytest.param("ddp", {"prefetch": 1, "grad_sync": jaxdist.GradSync(bucket_mb=1e-3)}, marks=pytest.mark.slow),
@@ -187,6 +189,7 @@ def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> 
     assert {each.op for each in added} <= {"psum"} and sum(each.wire_bytes for each in added) < 500
 
 
+@pytest.mark.slow
 def test_what_the_compiler_adds_is_told_apart() -> None:
     mesh, tx, definition = make_mesh(fsdp=4), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), model()
     state = state_target(definition, tx, mesh, strategy="zero3")

@@ -178,6 +178,7 @@ def fails(text: str) -> Any:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("faked")
 def test_a_run_without_memory_says_what_would_help(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ import oracle
 import pytest
 from batches import random_tokens
 from jaxprs import equations, floats
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import registry
 from jaxdist.config.schema import ModelConfig
@@ -184,7 +184,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "axes", "options"), LAYOUTS)
+@pytest.mark.parametrize(("strategy", "axes", "options"), others_slow(LAYOUTS, *LAYOUTS[-2:]))
 def test_every_layout_keeps_what_the_patterns_name(strategy: str, axes: Any, options: Any) -> None:
     seen: dict[str, str] = {}
     trace(POLICIES["O2"]._replace(keep_fp32=("head.*", "*.bias")), strategy, seen=seen, **axes, **options)
@@ -236,7 +236,7 @@ def foreign_params() -> Any:
     return {"w": draw(6, 8), "stack": draw(3, 8, 8), "LayerNorm_0": {"scale": np.ones(8, np.float32)}}
 
 
-@pytest.mark.parametrize(("name", "params"), [("O1", F32), ("O2", F16)])
+@pytest.mark.parametrize(("name", "params"), others_slow([("O1", F32), ("O2", F16)], ("O2", F16)))
 def test_a_users_loss_runs_in_the_policy(name: str, params: str) -> None:
     """Half precision has 11 bits: two products deep, losses and gradients agree with fp32's to a few times 2^-11."""
     data = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)

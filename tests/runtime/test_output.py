@@ -173,6 +173,7 @@ def test_a_program_that_a_run_starts_heeds_ctrl_c(stop: Any) -> None:
     assert done.returncode == -signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_stays_of_a_run_that_is_over() -> None:
     with StopSignal() as made:

@@ -52,6 +52,7 @@ def test_simulated_devices(tmp_path: Path) -> None:
     assert "</svg>" in (tmp_path / "out.svg").read_text()
 
 
+@pytest.mark.slow
 def test_sizes_are_made_divisible(tmp_path: Path) -> None:
     options = ("--operation", "reduce_scatter", "--algorithms", "native", "--bytes", "1kb:4kb", "--rounds", "1")
     found = bench(tmp_path, "--devices", "3", *options, "--platform", "cpu")

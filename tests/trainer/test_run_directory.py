@@ -81,6 +81,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(run: Run, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused in one line and changes nothing, not even what the first one's save has begun."""
     monkeypatch.setattr(run_claim, "OWNER_LEAVES_S", 0.1)

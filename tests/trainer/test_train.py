@@ -149,6 +149,7 @@ def test_resume_in_another_layout(
     np.testing.assert_allclose(losses(tmp_path), losses(finished), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", pytest.param("rich", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lost", [pytest.param("no room", marks=pytest.mark.slow), "no reader"])
 def test_no_console_ends_a_run(

@@ -129,6 +129,7 @@ def on_one_device() -> list[float]:
 LARGER = [(strategy, sizes) for strategy in ("ddp", "zero3") for sizes in ({"data": 2}, {"fsdp": 4}, {"data": 8})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes"), [("zero3", {"data": 2, "fsdp": 2}), *levels(LARGER, slow=2, common=1)], ids=str
 )
