@@ -158,6 +158,7 @@ def test_newest_are_kept(tmp_path: Path) -> None:
         assert int(checkpoints.restore(8, target("one")).step) == 8
 
 
+@pytest.mark.slow
 def test_buffers_may_be_donated_at_once(tmp_path: Path) -> None:
     """`save` returns before the files are written; the next step overwrites the buffers by then."""
     before = state_of("zero3")

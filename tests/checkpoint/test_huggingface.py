@@ -378,6 +378,7 @@ def test_another_model_than_the_configuration_is_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @NEEDS
 def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> None:
     """Names without a prefix, masks among the tensors, tied heads written out: as in older files of GPT-2."""

@@ -159,7 +159,7 @@ def gradient_of(function: Any, x: Any, weights: Any) -> np.ndarray:
     return on_every_device(own, (x, weights), data=len(x))
 
 
-@pytest.mark.parametrize(("op", "name"), levels(itertools.product(("max", "min"), NAMES), everyday=7, slow=2), ids=str)
+@pytest.mark.parametrize(("op", "name"), levels(itertools.product(("max", "min"), NAMES), everyday=12, slow=2), ids=str)
 def test_ties_share_the_gradient(name: str, op: str) -> None:
     """all_reduce: equally. The others: all of it, and nothing to a device that does not attain the extremum."""
     rng, n = np.random.default_rng(0), 4

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import ancestors, collectives, scans_with
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import registry
 from jaxdist.config.schema import ModelConfig
@@ -119,7 +119,7 @@ def test_ddp_reduces_blocks_that_fill_a_bucket_in_the_backward_pass() -> None:
     assert counts == {("psum", "float32"): BLOCK + EMBED + HEAD + 1}  # of whole stacks, once a step
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", others_slow([1, 4], 4))
 def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_never(microbatches: int) -> None:
     """The head's matrix in as many slices as there are blocks; its norm has no dim left to cut."""
     counts = collectives(jaxpr_of("zero3", fsdp=4, microbatches=microbatches, prefetch=1), "fsdp")
@@ -133,6 +133,7 @@ def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_neve
     }
 
 
+@pytest.mark.slow
 def test_what_a_prefetching_round_waits_for() -> None:
     """A gather of the forward loop, and a reduction, only for what is carried; a gather of the backward loop for the
     reduction, and for a gradient of the block beside it. No product waits for a collective of its own round."""
@@ -171,7 +172,7 @@ def test_hybrid_sharding_reduces_shards_over_data() -> None:
     assert collectives(jaxpr, "fsdp")["reduce_scatter", "float32"] == LAYERS * BLOCK + EMBED + HEAD
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, "ddp", "zero3"))
 def test_bf16_gathers_in_bf16_and_reduces_in_fp32(name: str) -> None:
     counts = collectives(jaxpr_of(name, precision="bf16", data=2, fsdp=4), "fsdp")
     dtypes = {"all_gather": "bfloat16", "reduce_scatter": "float32", "psum": "float32"}

@@ -54,6 +54,7 @@ def test_batches_and_fingerprint(source: Any) -> None:
     assert sum(float(held.batch(i)["weights"].sum()) for i in range(held.batches or 0)) == 359
 
 
+@pytest.mark.slow
 def test_without_scikit_learn_it_is_one_line() -> None:
     code = (
         "import sys; sys.modules['sklearn'] = None\n"

@@ -181,6 +181,7 @@ def test_the_teacher_has_no_reduction(traced: Any) -> None:
     assert {"reduce_scatter"} <= {each.op for each in found}  # those of the student
 
 
+@pytest.mark.slow
 def test_no_array_has_all_logits(traced: Any) -> None:
     """Neither the traced nor the compiled program has an array of B x S x V, of a device or of all."""
     step, state, batch, _ = traced

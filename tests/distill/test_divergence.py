@@ -41,6 +41,7 @@ def test_the_largest_logits_and_the_rest_as_one_class(k: int) -> None:
     np.testing.assert_allclose(found, by_hand(k), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_gradients_of_all_logits_as_the_largest_ones() -> None:
     """Equal to those of whole logits; and with fewer, nearer to them than those of renormalised logits."""
     with jax.enable_x64(True):

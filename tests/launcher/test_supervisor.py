@@ -393,6 +393,7 @@ exit 1
 """
 
 
+@pytest.mark.slow
 def test_restarts_count_from_the_last_progress(launch: Callable[..., Launcher], tmp_path: Path) -> None:
     """Two restarts without progress are allowed: after three attempts with a checkpoint each, two more follow."""
     (tmp_path / "steps").write_text("3")
@@ -606,6 +607,7 @@ def test_a_stranger_does_not_pass_for_a_host(hosts: Callable[..., Launcher]) -> 
     assert "host 1 of 2 did not come" in first.err() and "Traceback" not in first.err()
 
 
+@pytest.mark.slow
 def test_hosts_with_different_tokens(hosts: Callable[..., Launcher], tmp_path: Path) -> None:
     """One line on both sides; the launcher with the wrong one ends, the other waits for the right one."""
     path = tmp_path / "token"

@@ -260,6 +260,7 @@ def test_padding_changes_nothing(head: str) -> None:
     np.testing.assert_allclose(sums(head, params, bare)[0], sums(head, params, full)[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", others_slow(HEADS_OF, "classification"))
 def test_the_accuracy(head: str) -> None:
     params, batch = oracle.drawn(bert(config_of(head), max_length=64).shapes), batch_of(0, head)

@@ -109,6 +109,7 @@ def test_positions_and_what_is_apart() -> None:
     assert documents.apart()[0].sum(axis=1).tolist() == [3, 3, 3, 3, 4]
 
 
+@pytest.mark.slow
 def test_both_kernels_hide_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cuDNN's kernel is given, computed by the plain one of jax."""
     plain = jax.nn.dot_product_attention

@@ -92,6 +92,7 @@ def test_rings_are_the_plain_products(ring: Product, plain: Product, tensor: int
                 np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ring", "plain"), others_slow(PAIRS, PAIRS[0]))
 def test_half_precision_rounds_once_a_device_and_gradients_of_kernels_once(ring: Product, plain: Product) -> None:
     got, usual, exact = (

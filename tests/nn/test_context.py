@@ -183,9 +183,9 @@ def batch_shapes() -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((ROWS, SEQ), kind) for name, kind in kinds.items()}
 
 
-@pytest.mark.parametrize("remat", REMATS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("context", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
+@pytest.mark.parametrize(
+    ("context", "form", "remat"), levels(itertools.product((4, 2, 8), FORMS, REMATS), everyday=7), ids=str
+)
 def test_the_ledger_has_what_the_closed_form_says(context: int, form: str, remat: Any) -> None:
     (model, mesh), tx = small(context, form), optax.sgd(0.1)
     step = make_train_step(model, tx, mesh, remat=remat)
@@ -352,6 +352,7 @@ def test_the_picture_has_every_tile_of_the_mask_once() -> None:
     assert data_of(draw_context()) == data_of(kept), "run scripts/docs/draw_context.py"
 
 
+@pytest.mark.slow
 def test_losses_by_position_add_up_to_the_loss() -> None:
     config = model_config(LLAMA).replace(position_losses=4)
     model, mesh = gpt(config, max_length=SEQ, context="all_to_all"), make_mesh(context=2)

@@ -237,6 +237,7 @@ def test_targets() -> None:
         adapted("gpt2", "gate_proj")
 
 
+@pytest.mark.slow
 def test_the_model_begins_as_without_adapters() -> None:
     case = Case("gpt2", True, "ddp", 1, (1, 1, 1))
     with_them, without = (model_of(case, "fp32", lora).init(jax.random.key(0)) for lora in (LORA, None))

@@ -90,6 +90,7 @@ def test_all_that_the_optimizer_sends_is_in_the_ledger() -> None:
     assert added and sum(each.wire_bytes for each in added) < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [("blocks.mlp.*",), pytest.param((), marks=pytest.mark.slow)])
 def test_a_users_tree_and_frozen_parameters(freeze: tuple[str, ...]) -> None:
     """Matrices of somebody else's tree are gathered; the step is that of one device."""
@@ -115,6 +116,7 @@ def test_a_users_tree_and_frozen_parameters(freeze: tuple[str, ...]) -> None:
         assert oracle.error(after(data=2, fsdp=4), after()) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_step_without_shardings_is_the_compilers() -> None:
     """`optimizer.update(grads, state, params)`, as any loop of one's own calls it."""
     tx = make_optimizer(OPTIONS, steps=3)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.config.load import load_config
 from jaxdist.config.resolve import warmup_of
@@ -45,7 +45,9 @@ def test_without_warm_up_the_first_rate_is_the_peak() -> None:
     assert learning_rates(OptimizerConfig(lr=0.5), 10)[0] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("steps", "rising"), [(20, 10), (10, 10), (9, 4), (8, 4), (1, 0)])
+@pytest.mark.parametrize(
+    ("steps", "rising"), others_slow([(20, 10), (10, 10), (9, 4), (8, 4), (1, 0)], (10, 10), (9, 4))
+)
 def test_a_warm_up_that_is_longer_than_the_run(steps: int, rising: int) -> None:
     """It is as long as was asked for while the run is, and half of a shorter run."""
     rates = learning_rates(OptimizerConfig(lr=1.0, warmup_steps=10), steps)

@@ -74,6 +74,7 @@ ACCUMULATED = [("tiny", "zero2", 1, 2, "accumulate"), ("small", "zero3", 2, 2, "
 ACCUMULATED += [("small", "ddp", 4, 1, "pairwise"), ("small", "zero1", 1, 2, "accumulate")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "strategy", "data", "fsdp", "schedule"), levels(ACCUMULATED, everyday=8, slow=4, common=2), ids=str
 )
@@ -165,6 +166,7 @@ def test_metrics_stand_beside_those_of_the_step(counted: tuple[Any, Any, Any]) -
     assert set(metrics) == {"loss", "weight", "grad_norm", "skipped", "skipped_in_a_row", "size"}
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_restored(counted: tuple[Any, Any, Any], tmp_path: Path) -> None:
     state, _, step = counted
     mesh, tx = jaxdist.make_mesh(fsdp=2), optax.sgd(0.1)

@@ -43,6 +43,7 @@ def test_all_ranks_send_and_receive_equal_bytes_both_ways(n: int) -> None:
             assert Counter(sources) == Counter(targets) == Counter(range(n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", others_slow(["zero1", "zero2"], "zero2"))
 def test_the_order_of_sums_does_not_change_how_parameters_are_gathered(strategy: str) -> None:
     native, _, size = traced(strategy, GradSync(), fsdp=4)

@@ -147,6 +147,7 @@ def test_every_schedule_of_several_stages_is_tested() -> None:
     assert {case.schedule for case in EACH_SCHEDULE} == set(SCHEDULES)
 
 
+@pytest.mark.slow
 def test_sums_by_hand_inside_stages_are_refused() -> None:
     """They would hang; not with `pipeline_cond=False`, nor where a strategy sums at the end."""
     mesh, model, tx = make_mesh(pipe=2, fsdp=2), model_of(EACH_SCHEDULE[1], "fp32"), layouts.optimizer()

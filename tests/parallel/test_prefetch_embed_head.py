@@ -173,6 +173,7 @@ def test_a_block_that_reads_what_is_split_before_what_is_not() -> None:
     assert oracle.error(found[1], found[0]) < 1e-6
 
 
+@pytest.mark.slow
 def test_what_is_sent() -> None:
     """Never the embedding's table; a slice of the head's beside each block."""
     model, mesh = CASES["gpt2, tied"][0], abstract_mesh(fsdp=8)
@@ -203,6 +204,7 @@ def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int
     assert found and not any(each.op == "all_to_all" for each in found)
 
 
+@pytest.mark.slow
 def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
     """What is read late is gathered once the rest is there, and the rest's gradients are reduced once its own are:
     otherwise the compiler would make one collective of both."""

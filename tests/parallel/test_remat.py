@@ -104,7 +104,14 @@ def test_layers_name_what_is_documented() -> None:
     assert {name for name, _ in names_of_values(experts)} == {*NAMES}
 
 
-@pytest.mark.parametrize("remat", [*MODES, NAMED], ids=str)
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param(each, marks=[] if each in ("full", "sqrt", NAMED) else [pytest.mark.slow])
+        for each in (*MODES, NAMED)
+    ],
+    ids=str,
+)
 def test_gathered_parameters_are_never_kept(remat: Any) -> None:
     """Blocks are gathered forward and backward; with segments once more for all but the last of each. The head's, whose
     backward pass is the next thing, once."""

@@ -13,7 +13,7 @@ import pipelines
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from levels import levels
+from levels import levels, others_slow
 from pipelines import Case
 
 from jaxdist.collectives import to_varying
@@ -219,7 +219,7 @@ def test_parameters_are_counted_without_rows_that_hold_none() -> None:
 OPTIMIZERS = ("adamw", "sgd", "lion", "muon", "adafactor")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", others_slow(OPTIMIZERS, "adamw", "adafactor"))
 def test_what_optimizers_do_to_zeros(name: str) -> None:
     """Zeros stay zeros, and blocks train as without them."""
     order = order_of_blocks(3, stages=2, blocks=(1, 2))

@@ -214,7 +214,7 @@ def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
     ("option", "want"),
     [
         ("parallel.microbatches=4", {"activations": 4 * INPUT * 4 // 4}),
-        ("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}),
+        pytest.param("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}, marks=pytest.mark.slow),
         ("mesh.tensor=2", {"activations": 4 * INPUT * 4}),  # inputs of blocks are whole over tensor
         ("optimizer.freeze=[embed.*,blocks.*]", {}),
     ],
@@ -223,6 +223,7 @@ def test_with_full_remat_inputs_are_those_of_a_microbatch(option: str, want: dic
     assert kept("memory.remat=full", option, head=False) == want
 
 
+@pytest.mark.slow
 def test_with_full_remat_no_mask_of_dropout_is_kept() -> None:
     """It is made again: from a key for each row and block, 8 bytes."""
     more = sum(kept("memory.remat=full", "model.dropout=0.1", head=False).values()) - 4 * INPUT * 4

@@ -57,12 +57,18 @@ def unit_bytes(definition: Any) -> dict[str, int]:
     return units | {"table": size(definition.shapes["embed"]["tokens"])}
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("n", "microbatches"),
-    [(16, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 1), (2, 3), (2, 1)))],
+    ("n", "microbatches", "strategy", "tied"),
+    levels(
+        (
+            (*sizes, name, tied)
+            for sizes in ((16, 3), (16, 1), (2, 3), (2, 1))
+            for tied in (False, True)
+            for name in NAMES
+        ),
+        everyday=5,
+    ),
 )
-@pytest.mark.parametrize("strategy", NAMES)
 def test_wire_bytes_are_the_closed_forms(strategy: str, n: int, microbatches: int, tied: bool) -> None:
     definition = model(tied=tied)  # Llama: a GPT-2 block ends with a bias, which its backward pass does not read
     found = ledger_of(definition, strategy, fsdp=n, microbatches=microbatches, remat="full").total("op")
@@ -130,8 +136,9 @@ def test_hybrid_sharding_adds_an_all_reduce_of_shards(strategy: str) -> None:
     assert found.total("axes")[("fsdp",)] == alone[("fsdp",)] - loss
 
 
-@pytest.mark.parametrize(("remat", "of_a_block"), [("none", 4), ("full", 5)])
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize(
+    ("remat", "of_a_block", "t"), levels([("none", 4, 2), ("none", 4, 4), ("full", 5, 2), ("full", 5, 4)], everyday=3)
+)
 def test_tensor_parallelism_sums_activations(t: int, remat: str, of_a_block: int) -> None:
     """Four all-reduces of activations a block, one more where the forward pass runs again; embedding and head: one of
     activations forward, one backward, and three of a number a token for the loss."""
@@ -241,7 +248,7 @@ def line_with(module: Any, text: str) -> str:
             ("zero3", {"pipe": 2, "schedule": "gpipe", "microbatches": 2}),
             ("zero3", {"pipe": 2, "schedule": "one_f_one_b", "microbatches": 4, "remat": "full"}),
         ],
-        everyday=3,
+        everyday=6,
     ),
     ids=str,
 )
@@ -319,6 +326,7 @@ def test_a_loop_of_unknown_length_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         ledger_of(model(), "ddp", tensor=2)
 
 
+@pytest.mark.slow
 def test_state_of_a_large_model_is_twelve_bytes_a_parameter() -> None:
     """7.5 billion parameters on 64 devices, as in the ZeRO paper's figure 1 (theirs are in mixed precision)."""
     config = ModelConfig(style="gpt2", layers=36, width=4096, heads=32, vocab=50304)
@@ -333,6 +341,7 @@ def test_state_of_a_large_model_is_twelve_bytes_a_parameter() -> None:
         assert sum(row.bytes_per_device for row in moments if row.shape) == 8 * count // shards
 
 
+@pytest.mark.slow
 def test_the_table_is_what_devices_hold() -> None:
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.sgd(0.1)
     state = jaxdist.init_state(model("gpt2"), tx, mesh, strategy="zero3")

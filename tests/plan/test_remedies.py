@@ -106,6 +106,7 @@ def test_what_is_offered() -> None:
             configured(*overrides, *text.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("faked")
 def test_ranked_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured("data.global_batch=2")

@@ -164,6 +164,7 @@ def test_a_step_is_what_the_table_says(name: str) -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_the_ledger_reads_a_step_of_o1_like_one_of_fp32() -> None:
     """Names and source lines survive that operations are evaluated anew."""
     model, mesh, tx = gpt(GPT2, max_length=8), make_mesh(fsdp=2, tensor=2), optax.sgd(0.1)

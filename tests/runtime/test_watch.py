@@ -503,6 +503,7 @@ TEXT = Source(np.zeros(100, np.uint8), np.zeros(100, np.uint8), 256, {"sha256": 
 TINY = ("model.layers=2", "model.width=16", "model.heads=2", "data.seq_len=16", "data.global_batch=8")
 
 
+@pytest.mark.slow
 def test_facts(tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text("mesh: {data: 2, fsdp: 2, tensor: 2}\nparallel: {strategy: zero3}\n")
 

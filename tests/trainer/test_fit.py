@@ -326,6 +326,7 @@ class Net(nnx.Module):
         return self.out(self.dropout(self.norm(x)))[:, 0]
 
 
+@pytest.mark.slow
 def test_a_module(tmp_path: Path) -> None:
     """Its parameters and state are its loss's; evaluations are in evaluation mode."""
 

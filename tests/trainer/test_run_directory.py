@@ -101,6 +101,7 @@ def test_two_runs_in_one_directory(run: Run, copy: Path, monkeypatch: pytest.Mon
     assert len(losses(copy)) == 6 and not (copy / run_claim.LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_copy_of_hard_links(run: Run, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the copy's run writes, appends and cuts stays out of the original; so do its checkpoints. Its metrics have
     a bad line, which makes it write an incident, too."""
@@ -265,6 +266,7 @@ def test_checkpoints_of_a_newer_format(run: Run, copy: Path) -> None:
     assert [line.split(maxsplit=6)[-1] for line in listing(copy)[1:]] == ["complete", "of format 2, a later version's"]
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written(run: Run, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder is in its place: a line says so, and the run is complete all the same."""
     (copy / "report.html").unlink(missing_ok=True)

@@ -138,6 +138,7 @@ def test_dropout_of_each_sample_is_the_same_in_every_layout(strategy: str, sizes
     np.testing.assert_allclose(losses_of(loss, sizes, strategy), on_one_device(), rtol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_sample", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stored_streams_are_reseeded_at_every_step(per_sample: bool) -> None:
     """Parameters stay, and so does the batch: what differs are masks."""
@@ -160,7 +161,9 @@ TOGETHER = [(case, False) for case in SUMS] + [("nnx", True), ("linen", True)]
 PER_SAMPLE = [(case, True) for case in SUMS if (case, True) not in TOGETHER]
 
 
-@pytest.mark.parametrize(("case", "per_sample"), [*TOGETHER, *levels(PER_SAMPLE, slow=2, common=1)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "per_sample"), [*levels(TOGETHER, everyday=3), *levels(PER_SAMPLE, slow=2, common=1)], ids=str
+)
 def test_batch_norm_sums_over_devices(case: str, per_sample: bool) -> None:
     make, sums = SUMS[case]
     found = jaxdist.ledger(*traced(make(per_sample=per_sample))).collectives
