@@ -330,8 +330,9 @@ def without_adapters(tree: Any) -> Any:
 TARGETS = {"dots1": ("*attention.*", "*.shared.*"), "mixtral": ("q_proj", "o_proj")}
 
 
+@pytest.mark.slow
 @NEEDS
-@pytest.mark.parametrize("name", ["dots1", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dots1", "mixtral"])
 def test_adapters_of_attention_and_of_shared_experts(name: str, tmp_path: Path) -> None:
     """Merged they give the same logits; alone they name the layers behind the first blocks, which have none."""
     config, plain = adapted(name, TARGETS[name]), config_of(name)

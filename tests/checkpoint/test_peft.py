@@ -55,6 +55,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(["gpt2-tied", "llama-untied", "llama-bias"], "gpt2-tied"))
 def test_the_adapter_is_what_merging_adds(name: str, tmp_path: Path) -> None:
     """By PEFT's definition: scaling B A, transposed where its `fan_in_fan_out` says so."""

@@ -183,6 +183,7 @@ CUBE, ODD = {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}
 EVERYDAY = [("zero3", CUBE, GPT2), ("zero1", ODD, GPT2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "config"),
     [

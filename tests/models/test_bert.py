@@ -431,6 +431,7 @@ def altered(
     import_model(folder, exported[1], folder / "run")
 
 
+@pytest.mark.slow
 @saved_runs.NEEDS
 def test_files_with_names_of_old_are_imported(exported: tuple[Path, Config], tmp_path: Path) -> None:
     """Of norms, as Google's files have them; and the bias of the decoder under its other name."""

@@ -84,7 +84,7 @@ BYTES = [
 ]
 
 
-@pytest.mark.parametrize(("dispatch", "devices", "remat"), BYTES, ids=str)
+@pytest.mark.parametrize(("dispatch", "devices", "remat"), levels(BYTES, everyday=3), ids=str)
 def test_the_ledger_has_what_the_closed_form_says(dispatch: str, devices: int, remat: Any) -> None:
     moe, policy = MoEConfig(8, dispatch=dispatch, factor=1.0, group=4), "bf16" if devices == 2 else "fp32"
     mesh, tx, rows = make_mesh(expert=devices, devices=jax.devices()[:devices]), optax.sgd(0.1), 16
@@ -189,6 +189,7 @@ def test_the_router_is_in_fp32_where_operations_are_cast() -> None:
     assert kinds == {"float32"}
 
 
+@pytest.mark.slow
 def test_muon_orthogonalises_each_expert() -> None:
     tx = make_optimizer(OptimizerConfig(name="muon", lr=1.0, clip_norm=0.0, weight_decay=0.0, warmup_steps=0), steps=3)
     shapes = model_of(DROPLESS).shapes

@@ -169,6 +169,7 @@ def test_optimizer_state_is_that_of_the_adapters(style: str) -> None:
     assert sum(math.prod(leaf.shape) for leaf in moments) == 2 * count(case, LORA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "zero3"))
 def test_the_ledger_shows_that_only_adapters_are_reduced(strategy: str) -> None:
     """Over data and fsdp; over tensor, as many activations are summed as without adapters."""

@@ -51,6 +51,7 @@ def test_the_order_of_sums_does_not_change_how_parameters_are_gathered(strategy:
     assert native.total("op")["all_gather"] == fixed.total("op")["all_gather"] == 3 * size // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -96,6 +96,7 @@ def check_against_one_device(model: ModelConfig, sizes: dict[str, int], **option
     assert oracle.error(got[1], want[1]) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", levels(CASES, everyday=6, slow=4))
 def test_gradients_are_those_of_one_device(name: str) -> None:
     check_against_one_device(*CASES[name], remat="full")

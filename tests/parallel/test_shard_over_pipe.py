@@ -145,6 +145,7 @@ CROSSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

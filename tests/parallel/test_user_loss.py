@@ -291,6 +291,7 @@ def test_the_seed_is_one_over_the_weight(weight: str, monkeypatch: pytest.Monkey
     assert seeds == [1 / 32 if rows else 1 / (32 * 64)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", others_slow(["fp32", "O3"], "fp32"))
 def test_a_leaf_that_is_not_read_changes_no_bit(policy: str) -> None:
     results, dtype = [], jnp.float16 if policy == "O3" else jnp.float32

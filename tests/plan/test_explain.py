@@ -63,7 +63,6 @@ EVERYDAY = {
     "quickstart",
     "distill_quickstart",
     "bert_stdlib",
-    "vit_digits",
 }  # each kind of model, but ResNet: its blocks are traced one by one
 
 
@@ -239,6 +238,7 @@ def test_without_remat_everything_is_kept_of_one_microbatch(strategy: str) -> No
     assert found[0] == 2 * kept(f"parallel.strategy={strategy}", "mesh.data=4")["activations"]
 
 
+@pytest.mark.slow
 def test_copies_of_parameters_are_told_apart() -> None:
     """In bf16, which no parameter is stored in: a matrix product keeps its matrix, a norm its scale in fp32; a look-up
     keeps no table."""

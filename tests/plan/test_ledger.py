@@ -161,7 +161,7 @@ NEW_COMPILER = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.
         *levels((name, {}) for name in NAMES),
         # The compiler must not move gathers out of the loop over microbatches, and merge none of those ahead.
         pytest.param("zero3", {"microbatches": 2}, marks=pytest.mark.slow),
-        ("zero3", {"prefetch": 1, "remat": "full"}),
+        pytest.param("zero3", {"prefetch": 1, "remat": "full"}, marks=pytest.mark.slow),
         *(
             pytest.param(
                 "zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=[NEW_COMPILER, pytest.mark.slow]

@@ -117,6 +117,7 @@ def test_the_report_and_the_console_tell_of_them(
 PIPE = ("mesh.pipe=2", "parallel.microbatches=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -582,6 +582,7 @@ def test_the_mesh_by_default(strategy: str, tmp_path: Path) -> None:
     assert done.state.params["w"].sharding.shard_shape((8, 4)) == {"ddp": (8, 4), "zero3": (1, 4)}[strategy]
 
 
+@pytest.mark.slow
 def test_data_that_end_too_early(tmp_path: Path) -> None:
     """The steps that were taken are recorded, told and saved, and the run goes on with better data."""
     told: Metrics = []
