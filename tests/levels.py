@@ -1,5 +1,6 @@
 """How often the cases of a parametrised test run: everyday, in slow runs (CI's), or in exhaustive ones."""
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -36,3 +37,10 @@ def others_slow(cases: Iterable[Any], *everyday: Any) -> list[Any]:
     params = [case if isinstance(case, tuple) else (case,) for case in cases]
     marks = [[] if case in everyday else [pytest.mark.slow] for case in cases]
     return [pytest.param(*each, marks=own) for each, own in zip(params, marks, strict=True)]
+
+
+def in_share(name: str, share: str) -> bool:
+    """Whether a slow test is in a share of them, "2/6" for the second sixth. By its name alone: others do not move it."""
+    number, shares = map(int, share.split("/"))
+    assert 1 <= number <= shares, share
+    return zlib.crc32(name.encode()) % shares == number - 1
