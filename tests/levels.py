@@ -40,7 +40,7 @@ def others_slow(cases: Iterable[Any], *everyday: Any) -> list[Any]:
 
 
 def in_share(name: str, share: str) -> bool:
-    """Whether a slow test is in a share of them, "2/6" for the second sixth. By its name alone: others do not move it."""
+    """Whether a slow test is in a share of them, "2/6" for the second sixth. By its name: others do not move it."""
     number, shares = map(int, share.split("/"))
     assert 1 <= number <= shares, share
     return zlib.crc32(name.encode()) % shares == number - 1
