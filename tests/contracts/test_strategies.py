@@ -249,13 +249,14 @@ def test_sharding_takes_the_first_free_dim_and_leaves_the_stack_alone() -> None:
     assert place((8, 16, 4), "pipe", None, None, small=256) == P("pipe", "fsdp", None)
 
 
-@pytest.mark.slow
-def test_every_init_is_the_same_array() -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"), levels([("zero3", CUBE), ("zero3", {"fsdp": 8}), ("ddp", {"tensor": 4})], everyday=3)
+)
+def test_every_init_is_the_same_array(name: str, sizes: dict[str, int]) -> None:
     model, tx = gpt(GPT2, max_length=8), optax.adamw(1e-3)
     want = jax.device_get(init_state(model, tx, make_mesh(), strategy="ddp").params)
-    for name, sizes in (("zero3", {"fsdp": 8}), ("zero3", {"data": 2, "fsdp": 2, "tensor": 2}), ("ddp", {"tensor": 4})):
-        got = jax.device_get(init_state(model, tx, make_mesh(**sizes), strategy=name).params)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+    got = jax.device_get(init_state(model, tx, make_mesh(**sizes), strategy=name).params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_layer_specs_that_do_not_divide_are_named() -> None:

@@ -59,11 +59,7 @@ SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 BY_COMMAND = {"llama_8b_fsdp"}  # below
-EVERYDAY = {
-    "quickstart",
-    "distill_quickstart",
-    "bert_stdlib",
-}  # each kind of model, but ResNet: its blocks are traced one by one
+EVERYDAY = {"quickstart", "distill_quickstart", "bert_stdlib"}  # the others are larger, or repeat their models
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ def test_what_was_changed_is_shown(
     assert meta_of(folder, 5)["config"]["optimizer.lr"] == 0.01
 
 
-@pytest.mark.slow
 def test_no_secret_is_written_down(
     finished: Path,
     configure: Configure,
