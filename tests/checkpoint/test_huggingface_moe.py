@@ -83,7 +83,7 @@ LAYOUTS = [
 
 
 @NEEDS
-@pytest.mark.parametrize(("name", "mesh", "parallel"), levels(LAYOUTS, everyday=2))
+@pytest.mark.parametrize(("name", "mesh", "parallel"), levels(LAYOUTS, everyday=3))
 def test_there_and_back_bit_for_bit(name: str, mesh: MeshConfig, parallel: ParallelConfig, tmp_path: Path) -> None:
     """Into another layout, out of it again, and as the start of a run; what counts experts begins at 0."""
     config = config_of(name, mesh=mesh, parallel=parallel, model={"vocab": 260})
@@ -102,6 +102,7 @@ def test_there_and_back_bit_for_bit(name: str, mesh: MeshConfig, parallel: Paral
     assert bits(state.params["embed"]) == bits(params["embed"])
 
 
+@pytest.mark.slow
 @NEEDS
 def test_steps_of_a_run_with_blocks_in_a_list(exported: dict[str, Path], tmp_path: Path) -> None:
     """As the start of a run, and averaged."""

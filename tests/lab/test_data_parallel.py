@@ -98,6 +98,7 @@ def measured(*, balanced: bool) -> MeasuredStep:
     return measure(make_gpt(GPT, seq_len=6, rows=ROWS), jax.devices()[:DEVICES], balanced=balanced)
 
 
+@pytest.mark.slow
 @FORMS
 def test_bytes_of_each_device_are_the_closed_forms(balanced: bool) -> None:
     """Written a second time, from the shapes of a batch."""

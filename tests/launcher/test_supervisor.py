@@ -532,7 +532,7 @@ def test_two_hosts_are_one_job(hosts: Callable[..., Launcher]) -> None:
     assert len({each[3] for each in said}) == 1
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", others_slow([0, 3], 3))
 def test_a_lost_rank_of_another_host_restarts_both(rank: int, hosts: Callable[..., Launcher]) -> None:
     """In the first attempt a rank fails, and only its own host can see that; in the second all end well."""
     script = f"{SAY}; [ $JAXDIST_ATTEMPT = 2 ] && exit 0; [ $RANK = {rank} ] && kill -9 $$; sleep 300"
@@ -544,7 +544,7 @@ def test_a_lost_rank_of_another_host_restarts_both(rank: int, hosts: Callable[..
     assert len({job for each in said for job in each[3::5]}) == 2
 
 
-@pytest.mark.parametrize(("end", "status"), [("exit 2", 2), ("exit 1", 1)])
+@pytest.mark.parametrize(("end", "status"), others_slow([("exit 2", 2), ("exit 1", 1)], ("exit 2", 2)))
 def test_hosts_end_with_one_status(end: str, status: int, hosts: Callable[..., Launcher]) -> None:
     jobs = [
         hosts(node, f"[ $RANK = 2 ] && {end}; sleep 300", "--max-restarts", "1", "--backoff", "0") for node in range(2)

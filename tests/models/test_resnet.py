@@ -141,6 +141,7 @@ def test_it_trains_as_in_plain_flax_on_one_device(net: str, strategy: str, data:
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), got[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "half"), [("bf16", "bfloat16"), *levels([("fp16", "float16"), ("O1", "float16"), ("O2", "float16")])]
 )

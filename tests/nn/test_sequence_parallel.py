@@ -67,6 +67,7 @@ def sent(tensor: int, *, sequence: bool, remat: str = "none") -> tuple[collectio
     return calls, activations, others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", others_slow([2, 4, 8], 4))
 def test_the_same_bytes_in_other_collectives(tensor: int) -> None:
     calls, before, rest = sent(tensor, sequence=False)

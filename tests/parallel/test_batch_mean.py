@@ -85,6 +85,7 @@ def test_a_microbatch_has_statistics_of_its_own(net: str, strategy: str, data: i
         compare(got, reference(NETS[net], data * fsdp, 2))
 
 
+@pytest.mark.slow
 def test_statistics_of_a_device_are_those_of_its_rows() -> None:
     """On N devices they are those of N microbatches on one; the running statistics are the mean."""
     with jax.enable_x64(True):

@@ -64,6 +64,7 @@ def trained(offload: bool, *, optimizer: str, strategy: str, sizes: dict[str, in
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "options"),
     [

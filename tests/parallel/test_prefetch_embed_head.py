@@ -293,6 +293,7 @@ def test_what_waits_waits_for_the_largest_leaf() -> None:
     assert int(opaque_index(lost, 5)) == 6 and jnp.isnan(order_after({"x": jnp.ones(2)}, lost)["x"]).all()
 
 
+@pytest.mark.slow
 def test_what_cannot_wait_for_the_largest_leaf_waits_for_none() -> None:
     """Which is split over tensor parallelism, say: a gradient that is not may be a block's last."""
     mesh = make_mesh(fsdp=2, tensor=2)

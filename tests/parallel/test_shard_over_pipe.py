@@ -291,6 +291,7 @@ def explained(strategy: str, *overrides: str) -> Explanation:
     return explain(load_config(ROOT / "configs" / "quickstart.yaml", [*always, *overrides], planned=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", others_slow(NAMES, "ddp"))
 def test_explain_names_what_is_spread_and_counts_its_copies(strategy: str) -> None:
     found = explained(strategy)

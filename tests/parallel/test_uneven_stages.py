@@ -183,6 +183,7 @@ def test_rows_without_a_block_are_passed_over(choose: Callable[..., Any]) -> Non
             assert not got[1][stage][~held].any() and not got[3][stage][~held].any()
 
 
+@pytest.mark.slow
 def test_rows_and_numbers() -> None:
     """By hand: two stages of two chunks. Numbers are those of the model, which dropout keys fold."""
     order = order_of_blocks(6, stages=2, chunks=2, blocks=(1, 2, 1, 2))

@@ -59,7 +59,7 @@ SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 BY_COMMAND = {"llama_8b_fsdp"}  # below
-EVERYDAY = {"quickstart", "distill_quickstart", "bert_stdlib"}  # the others are larger, or repeat their models
+EVERYDAY = {"quickstart", "distill_quickstart"}  # the others are larger, or repeat their models
 
 
 @pytest.mark.parametrize(

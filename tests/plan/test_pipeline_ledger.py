@@ -80,7 +80,7 @@ def unit_bytes(definition: Any, *names: str) -> int:
             for sizes in ((2, 1), (2, 6), (4, 2), (4, 8))
             for tied in (False, True)
         ),
-        everyday=18,
+        everyday=24,
     ),
 )
 def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, microbatches: int, tied: bool) -> None:
@@ -324,6 +324,7 @@ def test_a_schedule_of_somebody_elses_may_have_a_table() -> None:
     assert configured_ticks(configured("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe")).length == 22
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", others_slow(["none", "full"], "full"))
 def test_an_embedding_is_not_computed_again(remat: str) -> None:
     """Its gradient needs neither the table nor the looked up rows: not in the ledger, not in the program that runs."""

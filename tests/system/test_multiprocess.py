@@ -240,6 +240,7 @@ print(json.dumps({"read": sorted(read), "shape": shape}))
 """
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_own_rows(processes: Processes) -> None:
     port = free_port()
     for rank in (0, 1):
