@@ -114,6 +114,7 @@ OLDER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("older", "into"), levels(OLDER, everyday=9))
 def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) -> None:
     """These hold blocks as they lay, and say how."""

@@ -137,6 +137,7 @@ def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
         assert np.array_equal(mean.param(".".join(key.key for key in path)), leaf)
 
 
+@pytest.mark.slow
 def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     for last, message in ((4, r"--last: 4, but the complete steps in .* are: 2, 4, 10$"), (0, r"--last: 0; allowed")):
         with pytest.raises(UserError, match=message):

@@ -21,6 +21,7 @@ def source() -> Any:
     return digits(config("stdlib", source="digits", held_out=0.2))
 
 
+@pytest.mark.slow
 def test_all_digits_are_on_one_side(source: Any) -> None:
     """1,438 to train on, 359 held out, all of them scikit-learn's; the commonest held out is 46 of these."""
     from sklearn.datasets import load_digits

@@ -159,6 +159,7 @@ def test_the_textbook_case_by_shapes_alone() -> None:
     assert balanced.root_sends / plain.root_sends > 0.999  # gathering labels helps nothing here
 
 
+@pytest.mark.slow
 def test_uneven_rows_are_refused() -> None:
     case = make_gpt(GPT, seq_len=6, rows=ROWS)
     params = jax.tree.map(

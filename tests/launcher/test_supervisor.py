@@ -213,7 +213,7 @@ def test_nothing_is_left_by_a_job_that_ends_well(launch: Callable[..., Launcher]
     assert gone([int((job.folder / f"child{rank}").read_text()) for rank in range(2)], 0.5)
 
 
-@pytest.mark.parametrize("end", ["well", "killed", "launcher killed"])
+@pytest.mark.parametrize("end", others_slow(["well", "killed", "launcher killed"], "launcher killed"))
 def test_what_a_rank_has_started_in_a_session_of_its_own_ends_too(end: str, launch: Callable[..., Launcher]) -> None:
     """Also what has a clean environment, unless the launcher itself is killed."""
     clean = "env -i PATH=$PATH" if end != "launcher killed" else ""
@@ -363,6 +363,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", others_slow(["launcher", "user"], "user"))
 def test_a_lost_race_for_the_port(chosen: str, launch: Callable[..., Launcher], tmp_path: Path) -> None:
     """The launcher makes another choice; it does not overrule the user."""
@@ -673,6 +674,7 @@ def test_a_host_that_does_not_say_how_its_ranks_ended(capfd: pytest.CaptureFixtu
     first.close()
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_come(hosts: Callable[..., Launcher]) -> None:
     """Three hosts: without --min-nodes the missing one is named."""
     jobs = [hosts(node, "true", nnodes=3, seconds=1.5) for node in (0, 2)]

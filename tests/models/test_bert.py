@@ -273,6 +273,7 @@ def test_the_accuracy(head: str) -> None:
     np.testing.assert_allclose(found, [(right * weights).sum(), weights.sum()], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_negative_targets_count_nothing_and_others_are_refused() -> None:
     for head, key in (("mlm", "targets"), ("classification", "label")):
         params, batch = oracle.drawn(bert(config_of(head), max_length=64).shapes), batch_of(0, head)

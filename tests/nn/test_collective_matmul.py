@@ -159,6 +159,7 @@ def sent(tensor: int, *, collective_matmul: bool, remat: str) -> tuple[collectio
     return calls, sum(each.wire_bytes for each in found), {each.dtype for each in found if each.op == "ppermute"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "remat", "rings"),
     levels(

@@ -126,6 +126,7 @@ def test_a_step_without_shardings_is_the_compilers() -> None:
     assert optax.tree.norm(updates) > 0
 
 
+@pytest.mark.slow
 def test_products_of_the_optimizer_are_none_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs the update is in no condition; its products still are not those of forward and backward pass."""
     monkeypatch.setattr("jaxdist.step.on_cpu", lambda mesh: False)

@@ -159,6 +159,7 @@ def test_segments_hold_every_block_once(layers: int) -> None:
     assert size <= math.sqrt(layers) and count + (left > 0) + size <= 2 * math.sqrt(layers) + 2
 
 
+@pytest.mark.slow
 def test_what_is_computed_again() -> None:
     """Matrix products, counted in the program. A block: forward F, backward 2 F."""
     tokens, width, layers = ROWS // 4 * LENGTH, LLAMA.width, 7

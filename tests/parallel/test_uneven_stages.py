@@ -220,7 +220,7 @@ def test_parameters_are_counted_without_rows_that_hold_none() -> None:
 OPTIMIZERS = ("adamw", "sgd", "lion", "muon", "adafactor")
 
 
-@pytest.mark.parametrize("name", others_slow(OPTIMIZERS, "adamw", "adafactor"))
+@pytest.mark.parametrize("name", others_slow(OPTIMIZERS, "adamw"))
 def test_what_optimizers_do_to_zeros(name: str) -> None:
     """Zeros stay zeros, and blocks train as without them."""
     order = order_of_blocks(3, stages=2, blocks=(1, 2))

@@ -227,6 +227,7 @@ def test_with_full_remat_no_mask_of_dropout_is_kept() -> None:
     assert more >= 3 * ROWS * 4 * 32 * 32  # a mask of the scores of 4 heads: of the step, not of the batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "ddp"))
 def test_without_remat_everything_is_kept_of_one_microbatch(strategy: str) -> None:
     found = [kept(f"parallel.strategy={strategy}", f"parallel.microbatches={count}")["activations"] for count in (1, 2)]

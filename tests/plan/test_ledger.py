@@ -109,6 +109,7 @@ def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_neve
     assert found == pytest.approx(want, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "prefetch"), levels(itertools.product(("ddp", "zero3"), (0, 1)), everyday=4))
 def test_sums_in_the_backward_pass_send_what_sums_at_the_end_send(strategy: str, prefetch: int) -> None:
     early = jaxdist.GradSync(bucket_mb=1e-6)

@@ -127,6 +127,7 @@ def test_a_microbatch_is_that_of_a_device_in_the_policys_type(schedule: str) -> 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", others_slow(NAMES, "one_f_one_b"))
 def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
     found = ledger_of(schedule, strategy="zero3", tied=True, pipe=2, fsdp=2, tensor=2, microbatches=4)
@@ -213,6 +214,7 @@ def configured(*overrides: str) -> Config:
     return load_config(ROOT / "configs" / "quickstart.yaml", [*usual, *overrides], planned=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", levels(["gpipe", "one_f_one_b", "zero_bubble"], everyday=3))
 def test_a_pipeline_lists_its_slots_and_buffers(schedule: str) -> None:
     """With full remat: inputs of blocks, for each microbatch in flight; what arrives from both sides; and, from B to W,

@@ -193,6 +193,7 @@ def test_a_run_without_memory_says_what_would_help(
     assert "Traceback" not in said and "more lines" not in said
 
 
+@pytest.mark.slow
 def test_where_nothing_compiles_the_command_is_said(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

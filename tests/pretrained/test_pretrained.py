@@ -87,6 +87,7 @@ def test_the_same_bits_in_every_layout(layout: str, kind: str, origin: Path) -> 
         assert leaves_by_name(loaded)[name].sharding == leaf.sharding, name
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("kind", others_slow(["run", "hf"], "hf"))
 def test_other_sizes(kind: str, origin: Path) -> None:

@@ -148,6 +148,7 @@ def test_a_directory_that_is_moved_while_it_runs(
     assert losses(new) == losses(finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("another", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_directory_that_is_removed_while_it_runs(
     run: Run, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool

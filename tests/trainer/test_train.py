@@ -127,6 +127,7 @@ def test_metrics_of_a_run(finished: Path) -> None:
     assert records[5]["eval/bits_per_byte"] == pytest.approx(records[5]["eval/loss"] / np.log(2))
 
 
+@pytest.mark.slow
 def test_finished_run_is_left_as_it_is(finished: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
     monkeypatch.setattr(TrainStep, "__call__", lambda *_: pytest.fail("a finished run was trained further"))

@@ -83,6 +83,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 LAYOUTS = [(strategy, *shape, 2) for shape in SHAPES for strategy in STRATEGIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "data", "fsdp", "depth"),
     [pytest.param("zero3", 2, 2, 1), *levels(LAYOUTS, slow=36, common=9)],
