@@ -59,6 +59,7 @@ def test_experts_by_hand() -> None:
     assert names == [f"model.layers.{{}}.mlp.experts.5.{each}_proj.weight" for each in ("gate", "up", "down")]
 
 
+@pytest.mark.slow
 @NEEDS
 def test_blocks_before_the_mixtures_are_the_first_layers(exported: dict[str, Path]) -> None:
     from safetensors.numpy import load_file
@@ -82,6 +83,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize(("name", "mesh", "parallel"), levels(LAYOUTS, everyday=3))
 def test_there_and_back_bit_for_bit(name: str, mesh: MeshConfig, parallel: ParallelConfig, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*EVERYDAY, *levels(without([*EACH_MESH, *EXTRA, *SOME]), slow=20, common=5)], ids=str)
 def test_layout_equals_one_device_in_fp32(case: Case) -> None:
     check_fp32(case)

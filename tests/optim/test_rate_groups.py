@@ -57,6 +57,7 @@ def moved(config: OptimizerConfig, order: tuple[int, ...] = ()) -> dict[str, np.
     return leaves_by_name(jax.tree.map(np.subtract, params, tree(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(["adamw", "sgd", "lion", "muon"], "adamw"))
 def test_each_group_moves_as_if_alone(name: str) -> None:
     config = replace(CONFIG, name=name)

@@ -109,6 +109,7 @@ def test_bf16(schedule: str) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", levels(EACH_SCHEDULE[::2], everyday=len(EACH_SCHEDULE)), ids=str)
 def test_evaluation_goes_from_stage_to_stage(case: Case) -> None:
     with jax.enable_x64(True):

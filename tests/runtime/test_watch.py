@@ -579,6 +579,7 @@ def test_odd_replica() -> None:
     assert odd_ones(table, names, specs, shape) == [("a", (1, 3, 5, 7), False, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "zero3"))
 def test_a_flipped_bit_is_found_on_its_device(tmp_path: Any, strategy: str) -> None:
     (tmp_path / "a.yaml").write_text("mesh: {data: 4, fsdp: 2}\nparallel: {min_shard_bytes: 0}\n")

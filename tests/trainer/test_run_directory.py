@@ -122,6 +122,7 @@ def test_a_copy_of_hard_links(run: Run, finished: Path, tmp_path: Path, capsys: 
 
 
 # Writes still under way when orbax gives up report to an event loop that is closed.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("every", [0, pytest.param(2, id="saving", marks=pytest.mark.slow)])
 def test_a_directory_that_is_moved_while_it_runs(
