@@ -135,6 +135,7 @@ def test_grouped_products_are_those_of_each_group() -> None:
     assert flops_of(traced.jaxpr) == 2 * 24 * 5 * 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moe", "policy"), levels(itertools.product(KINDS, ("bf16", "fp16", "O1")), everyday=6), ids=str
 )
@@ -203,6 +204,7 @@ def test_muon_orthogonalises_each_expert() -> None:
     assert (sizes.max(-1) / sizes.min(-1) < 2).all()  # of a random matrix of 64 x 32 it is about 6
 
 
+@pytest.mark.slow
 def test_adapters_leave_router_and_experts_alone() -> None:
     lora = LoraConfig(rank=2, targets=("*",))
     found, params = trained(DROPLESS, {"expert": 2}, lora=lora, freeze=("*", "!*.lora.*"))
@@ -212,6 +214,7 @@ def test_adapters_leave_router_and_experts_alone() -> None:
     assert set(own["experts"]["up"]) == {"kernel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "moe"),
     [
@@ -276,6 +279,7 @@ def test_what_does_not_go_with_it_is_one_line(name: str) -> None:
         load_config("configs/moe_quickstart.yaml", overrides, planned=True)
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_block_that_works() -> None:
     page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ExpertBlock" in block)
