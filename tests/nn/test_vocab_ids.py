@@ -53,7 +53,6 @@ def train(changes: dict[tuple[str, int, int], int], how: tuple[int, int | None])
 LAYOUTS = [(2, 24), pytest.param((2, None), marks=pytest.mark.slow), pytest.param((1, None), marks=pytest.mark.slow)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", LAYOUTS, ids=str)
 @pytest.mark.parametrize("where", [("inputs", 3, 4, VOCAB), ("inputs", 0, 7, -1), ("targets", 5, 7, VOCAB)], ids=str)
 def test_a_step_with_an_unknown_id_is_skipped(where: tuple[str, int, int, int], how: tuple[int, int | None]) -> None:
