@@ -27,17 +27,38 @@ else:  # programs with collectives in conditions that jax 0.10.2 loads from a ca
 
 import jax
 import pytest
+from levels import in_share
 
 gc.set_threshold(200_000, 100, 1000)  # tracing makes many objects, and few cycles
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# CI has no time for all slow tests: of each commit it runs a share, such as 2/6.
+SHARE = os.environ.get("JAXDIST_SLOW_SHARE", "1/1")
+SAID = pytest.StashKey[str]()
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A case that is marked exhaustive, of a test that is marked slow, is left out of slow runs."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A case that is marked exhaustive, of a test that is marked slow, is left out of slow runs. Of the slow ones those
+    of another share are left out."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+    slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive")]
+    others = {item for item in slow if not in_share(f"{item.nodeid.partition('::')[0]}::{item.name}", SHARE)}
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
+    said = f"slow tests: share {SHARE.replace('/', ' of ')}, {len(slow) - len(others)} of {len(slow)} tests"
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["slow"] = said
+    config.stash[SAID] = said
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The process that prints has collected nothing, where there are others that run the tests."""
+    node.config.stash[SAID] = getattr(node, "workeroutput", {}).get("slow", "")
 
 
 # CI's time is limited, and its machines differ: after this time, in seconds since 1970, no slow test begins.
@@ -51,7 +72,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """A line about slow tests that were left out, which would be skipped in silence."""
+    """Lines about slow tests that were left out, which would be skipped in silence."""
+    if SHARE != "1/1":
+        terminalreporter.write_line(terminalreporter.config.stash.get(SAID, ""))
     reports = terminalreporter.getreports("skipped")
     if count := sum(LEFT_OUT in str(report.longrepr) for report in reports):
         terminalreporter.write_line(f"{count} slow tests were LEFT OUT: CI had no time left")

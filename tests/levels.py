@@ -1,5 +1,6 @@
 """How often the cases of a parametrised test run: everyday, in slow runs (CI's), or in exhaustive ones."""
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -27,3 +28,19 @@ def levels(cases: Iterable[Any], *, everyday: int = 0, slow: int = 1, common: in
         marks = [] if i in often else [pytest.mark.slow if i in chosen else pytest.mark.exhaustive]
         params.append(pytest.param(*((case,) if hasattr(case, "_fields") else case), marks=marks))
     return params
+
+
+def others_slow(cases: Iterable[Any], *everyday: Any) -> list[Any]:
+    """Parameters of which these run everyday, and the others in slow runs."""
+    cases = list(cases)
+    assert all(case in cases for case in everyday), "a case that is run everyday is none of them"
+    params = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [[] if case in everyday else [pytest.mark.slow] for case in cases]
+    return [pytest.param(*each, marks=own) for each, own in zip(params, marks, strict=True)]
+
+
+def in_share(name: str, share: str) -> bool:
+    """Whether a slow test is in a share of them, "2/6" for the second sixth. By its name: others do not move it."""
+    number, shares = map(int, share.split("/"))
+    assert 1 <= number <= shares, share
+    return zlib.crc32(name.encode()) % shares == number - 1

@@ -18,6 +18,12 @@ def parse(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@functools.cache
+def walked(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of it, found once for all rules."""
+    return tuple(ast.walk(parse(source)))
+
+
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 

@@ -10,6 +10,7 @@ import optax
 import oracle
 import pytest
 from jaxprs import primitive_counts
+from levels import others_slow
 
 import jaxdist
 from jaxdist.config.schema import ModelConfig
@@ -41,7 +42,7 @@ def run_foreign(loss: Any, params: Any = None, batch: Any = None, **options: Any
     return step(state, np.ones((8, 4), np.float32) if batch is None else batch)
 
 
-@pytest.mark.parametrize("sizes", [{"pipe": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("sizes", others_slow([{"pipe": 2}, {"context": 2}], {"context": 2}), ids=str)
 def test_axes_that_no_layer_uses_are_refused(sizes: dict[str, int]) -> None:
     mesh = make_mesh(**sizes)
     with pytest.raises(
@@ -141,6 +142,7 @@ def test_weightless_batches_report_a_loss_of_zero() -> None:
     assert float(metrics["loss"]) == 0.0
 
 
+@pytest.mark.slow
 def test_negative_targets_count_nothing() -> None:
     mesh, batch = make_mesh(tensor=2), make_batch()
     masked = {**batch, "weights": batch["weights"] * (np.arange(8) % 2)}
@@ -158,7 +160,7 @@ def test_a_single_array_as_the_parameters_is_sharded_like_any() -> None:
     assert specs == {jax.P("fsdp", None)}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "zero3"))
 def test_full_remat_recomputes_the_products(strategy: str) -> None:
     mesh = make_mesh(fsdp=2)
 

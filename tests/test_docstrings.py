@@ -16,10 +16,11 @@ import jaxdist
 
 NAMES = {"dataclasses": dataclasses, "jax": jax, "jaxdist": jaxdist, "jnp": jnp, "nnx": nnx, "np": np, "optax": optax}
 PUBLIC = [name for name in jaxdist.__all__ if callable(getattr(jaxdist, name))]  # not the folders, and not BATCH_SPEC
+DEAR = {"generate", "linen_loss"}  # they compile for seconds
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.REPORT_ONLY_FIRST_FAILURE
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in PUBLIC])
 def test_the_example_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
     public: Any = getattr(jaxdist, name)

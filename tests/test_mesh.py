@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -66,6 +66,7 @@ def test_tensor_neighbours_share_a_process() -> None:
 entries = st.sampled_from([None, "tensor", "fsdp", ("data", "fsdp"), ("tensor", "fsdp"), "pipe"])
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.lists(entries, max_size=3))
 def test_a_spec_and_its_complement_name_every_batch_like_axis_once(parts: list[str | tuple[str, ...] | None]) -> None:
     spec = P(*parts)

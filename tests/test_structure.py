@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from syntax import EXAMPLES, PACKAGE, ROOT, SCRIPTS, assigned, docstrings, dotted, functions, imported, parse
+from syntax import EXAMPLES, PACKAGE, ROOT, SCRIPTS, assigned, docstrings, dotted, functions, imported, parse, walked
 
 from jaxdist.mesh import AXES
+
+pytestmark = pytest.mark.xdist_group("structure")  # what is parsed is shared
 
 # A module imports lower floors and its own part. A part is a folder directly in jaxdist/, or a module there.
 FLOORS = (
@@ -126,7 +128,7 @@ def check_stays_on(path: str, source: str) -> Iterator[str]:
 def no_ragged_exchange(path: str, source: str) -> Iterator[str]:
     """`ragged_all_to_all` is used nowhere: its result has the type of its output operand, whatever varies, so that the
     check of `shard_map` accepts a value that differs between devices as one that all have (jax 0.10.2 to 0.12)."""
-    for node in ast.walk(parse(source)):
+    for node in walked(source):
         names = [each.name for each in node.names] if isinstance(node, ast.ImportFrom) else []
         if getattr(node, "attr", "") == "ragged_all_to_all" or "ragged_all_to_all" in names:
             yield f"{path}:{node.lineno}: ragged_all_to_all defeats check_vma; use all_to_all or all_gather"  # type: ignore[attr-defined]
@@ -142,7 +144,7 @@ def models_name_no_axis(path: str, source: str) -> Iterator[str]:
     )
     tree = parse(source)
     own = docstrings(tree)
-    for node in ast.walk(tree):
+    for node in walked(source):
         if isinstance(node, ast.Constant) and node.value in AXES and node not in own:
             yield f"{path}:{node.lineno}: names the mesh axis {node.value!r}; that is for a layer in nn/"
         if isinstance(node, ast.Attribute) and re.fullmatch(collective, node.attr):
@@ -175,7 +177,7 @@ def banned(path: str, source: str) -> Iterator[str]:
     for line, name in imported(path, tree):
         if name.partition(".")[0] in modules or name in yaml_calls:
             yield f"{path}:{line}: imports {name}"
-    for node in ast.walk(tree):
+    for node in walked(source):
         if isinstance(node, ast.Name) and node.id in ("eval", "exec", "NotImplementedError"):
             yield f"{path}:{node.lineno}: {node.id}"
         if isinstance(node, ast.Attribute) and (dotted(node) in yaml_calls or dotted(node).startswith("builtins.")):
@@ -243,7 +245,7 @@ def no_global_state(path: str, source: str) -> Iterator[str]:
             containers.add(name)
             if not re.fullmatch(r"_?[A-Z][A-Z0-9_]*|__\w+__", name):
                 yield f"{path}:{line}: {name} is a mutable value at module level; a constant is written in capitals"
-    for node in ast.walk(tree):
+    for node in walked(source):
         if isinstance(node, ast.Global):
             yield f"{path}:{node.lineno}: global {', '.join(node.names)}"
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and dotted(node.value) in containers:
@@ -258,7 +260,7 @@ def no_global_state(path: str, source: str) -> Iterator[str]:
 def sockets_in_one_place(path: str, source: str) -> Iterator[str]:
     """Only `SOCKET_FOLDERS` import sockets: all connections are made, limited and ended in one way."""
     if not path.startswith(SOCKET_FOLDERS):
-        for line, name in imported(path, ast.parse(source)):
+        for line, name in imported(path, parse(source)):
             if name.partition(".")[0] in ("socket", "_socket", "socketserver"):
                 yield f"{path}:{line}: imports {name}; use jaxdist.runtime.network.connection"
 
@@ -267,7 +269,7 @@ def jaxprs_in_one_place(path: str, source: str) -> Iterator[str]:
     """Only the walker in jaxpr/ looks at equations of jaxprs; others call it."""
     if path.startswith("jaxdist/jaxpr/"):
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in walked(source):
         if isinstance(node, ast.Attribute) and node.attr in ("eqns", "jaxprs_in_params", "subjaxprs"):
             yield f"{path}:{node.lineno}: .{node.attr}; call jaxdist.jaxpr.walk"
         if isinstance(node, ast.Constant) and node.value == "eqns":
@@ -281,7 +283,7 @@ def json_in_one_place(path: str, source: str) -> Iterator[str]:
     own = ("jaxdist/runtime/", "jaxdist/processes.py", "jaxdist/trainer/resume.py", "jaxdist/observe/metrics.py")
     if path.startswith((*own, "jaxdist/plan/report/draw_rounds.py", "jaxdist/config/json_reader.py")):
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in walked(source):
         if isinstance(node, ast.Attribute) and dotted(node) in ("json.loads", "json.load", "json.JSONDecoder"):
             yield f"{path}:{node.lineno}: {dotted(node)}; call jaxdist.config.json_reader"
 

@@ -52,6 +52,7 @@ def test_a_step_works_in_the_buffers_of_the_state_that_is_being_saved(order: lis
         assert np.asarray(checkpoints.restore(1, target).params["w"]).max() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
 def test_writers_get_less_of_a_busy_processor_and_others_as_much_as_before():
     """Also those that come while it looks. A second look does not push them further."""

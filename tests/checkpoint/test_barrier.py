@@ -200,6 +200,7 @@ def test_the_process_in_which_a_save_hangs_is_behind(tmp_path: Path) -> None:
             assert json.loads((tmp_path / f"{phase} {each}").read_text())[1] == "done"
 
 
+@pytest.mark.slow
 def test_saves_in_two_places_at_once(tmp_path: Path) -> None:
     spawn(save_in_two_places, 2, args=(str(tmp_path),))
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [[8, 8], [8, 8]]

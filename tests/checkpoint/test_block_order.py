@@ -92,6 +92,7 @@ def test_any_pipeline_into_any_other(optimizer: str, tmp_path: Path) -> None:
             assert_same(checkpoints.restore(3, parts[name].target), laid_out(state, parts[name]))
 
 
+@pytest.mark.slow
 def test_empty_rows_of_several_chunks(tmp_path: Path) -> None:
     parts, state = parts_of("uneven chunks", layers=5), numbers("adamw", 5)
     assert parts.order.tolist() == [0, -1, 3, -1, 1, 2, 4, -1]
@@ -113,6 +114,7 @@ OLDER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("older", "into"), levels(OLDER, everyday=9))
 def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) -> None:
     """These hold blocks as they lay, and say how."""
@@ -138,6 +140,7 @@ def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) ->
         assert checkpoints.meta(3) == {key: meta[key] for key in ("model", "data")}
 
 
+@pytest.mark.slow
 def test_another_number_of_blocks_is_refused(tmp_path: Path) -> None:
     parts = parts_of("uneven")
     with Checkpoints(tmp_path / "new", keep=1, order=parts.order) as checkpoints:

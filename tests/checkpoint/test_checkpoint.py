@@ -146,6 +146,7 @@ def test_copies_share_the_writing_of_large_arrays_only(
     assert len(compiled) == (1 if smallest > length else 1 + 8), "the check that all is finite, and a slice a device"
 
 
+@pytest.mark.slow
 def test_newest_are_kept(tmp_path: Path) -> None:
     state = state_of("one")
     with Checkpoints(tmp_path, keep=2) as checkpoints:
@@ -158,6 +159,7 @@ def test_newest_are_kept(tmp_path: Path) -> None:
         assert int(checkpoints.restore(8, target("one")).step) == 8
 
 
+@pytest.mark.slow
 def test_buffers_may_be_donated_at_once(tmp_path: Path) -> None:
     """`save` returns before the files are written; the next step overwrites the buffers by then."""
     before = state_of("zero3")

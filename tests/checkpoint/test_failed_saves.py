@@ -230,6 +230,7 @@ def test_metrics_go_back_without_room(tmp_path: Path) -> None:
     assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 4]
 
 
+@pytest.mark.slow
 def test_a_directory_that_vanishes(tmp_path: Path) -> None:
     """Between saves it is made again; a file in its place is a failure until it goes."""
     folder = tmp_path / "checkpoints"
@@ -252,6 +253,7 @@ def test_a_directory_that_vanishes(tmp_path: Path) -> None:
     assert_restores(folder, 5)
 
 
+@pytest.mark.slow
 def test_the_process_ends_soon_after_a_failed_save(tmp_path: Path) -> None:
     """Orbax can leave threads that wait ten minutes for a folder, and the interpreter waits for threads."""
     (tmp_path / "checkpoints").mkdir()

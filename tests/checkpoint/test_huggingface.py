@@ -29,7 +29,7 @@ from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
 from jaxdist.precision.policy import precision_of
 from jaxdist.specs import path_name
 
-EVERYDAY = ("llama3", "mistral", "qwen3", *MIXTURES)
+EVERYDAY = ("llama3", "mistral", "qwen3", "mixtral")
 pytestmark = pytest.mark.xdist_group("huggingface")  # files are shared by the tests
 
 
@@ -73,7 +73,7 @@ def test_logits_and_files_are_as_transformers_had_them(name: str, tmp_path: Path
 
 
 @NEEDS
-@pytest.mark.parametrize("name", levels(MODELS, everyday=6))
+@pytest.mark.parametrize("name", levels(MODELS, everyday=len(MODELS)))
 def test_there_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Every parameter, in the target's layout; and every byte of the files."""
     config = config_of(
@@ -159,6 +159,7 @@ def test_one_head_by_hand() -> None:
     assert (q_proj.take(kernel)[16:32] == kernel[:, 1, :2].reshape(32, 16).T).all()
 
 
+@pytest.mark.slow
 @NEEDS
 def test_files_of_several_parts_and_half_precision(tmp_path: Path) -> None:
     config = config_of("llama-untied", precision=PrecisionConfig(policy="bf16", param_dtype="bfloat16"))
@@ -175,6 +176,7 @@ def test_files_of_several_parts_and_half_precision(tmp_path: Path) -> None:
     assert bits(restored(tmp_path / "wide", wide).params) == bits(cast)
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("name", levels(["gpt2-tied", "llama-untied"], everyday=2))
 def test_padding_of_the_vocabulary(name: str, tmp_path: Path) -> None:
@@ -376,6 +378,7 @@ def test_another_model_than_the_configuration_is_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @NEEDS
 def test_what_other_writers_do(exported: dict[str, Path], tmp_path: Path) -> None:
     """Names without a prefix, masks among the tensors, tied heads written out: as in older files of GPT-2."""

@@ -59,6 +59,7 @@ def test_experts_by_hand() -> None:
     assert names == [f"model.layers.{{}}.mlp.experts.5.{each}_proj.weight" for each in ("gate", "up", "down")]
 
 
+@pytest.mark.slow
 @NEEDS
 def test_blocks_before_the_mixtures_are_the_first_layers(exported: dict[str, Path]) -> None:
     from safetensors.numpy import load_file
@@ -82,8 +83,9 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @NEEDS
-@pytest.mark.parametrize(("name", "mesh", "parallel"), levels(LAYOUTS, everyday=2))
+@pytest.mark.parametrize(("name", "mesh", "parallel"), levels(LAYOUTS, everyday=3))
 def test_there_and_back_bit_for_bit(name: str, mesh: MeshConfig, parallel: ParallelConfig, tmp_path: Path) -> None:
     """Into another layout, out of it again, and as the start of a run; what counts experts begins at 0."""
     config = config_of(name, mesh=mesh, parallel=parallel, model={"vocab": 260})
@@ -102,6 +104,7 @@ def test_there_and_back_bit_for_bit(name: str, mesh: MeshConfig, parallel: Paral
     assert bits(state.params["embed"]) == bits(params["embed"])
 
 
+@pytest.mark.slow
 @NEEDS
 def test_steps_of_a_run_with_blocks_in_a_list(exported: dict[str, Path], tmp_path: Path) -> None:
     """As the start of a run, and averaged."""
@@ -330,8 +333,9 @@ def without_adapters(tree: Any) -> Any:
 TARGETS = {"dots1": ("*attention.*", "*.shared.*"), "mixtral": ("q_proj", "o_proj")}
 
 
+@pytest.mark.slow
 @NEEDS
-@pytest.mark.parametrize("name", ["dots1", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dots1", "mixtral"])
 def test_adapters_of_attention_and_of_shared_experts(name: str, tmp_path: Path) -> None:
     """Merged they give the same logits; alone they name the layers behind the first blocks, which have none."""
     config, plain = adapted(name, TARGETS[name]), config_of(name)

@@ -80,6 +80,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
         assert torch.equal(again.eval()(pixels).logits, torch.tensor(want))
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize(
     "mesh", [MeshConfig(fsdp=2, tensor=2), pytest.param(MeshConfig(pipe=2, fsdp=2), marks=pytest.mark.slow)], ids=str

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from levels import others_slow
 from saved_runs import LENGTH, NEEDS, config_of, logits, random_params, restored, save_run
 
 from jaxdist.checkpoint.huggingface.convert import export
@@ -54,7 +55,8 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2-tied", pytest.param("llama-untied"), "llama-bias"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", others_slow(["gpt2-tied", "llama-untied", "llama-bias"], "gpt2-tied"))
 def test_the_adapter_is_what_merging_adds(name: str, tmp_path: Path) -> None:
     """By PEFT's definition: scaling B A, transposed where its `fan_in_fan_out` says so."""
     config, params, stored = lora_run(tmp_path, name)

@@ -119,6 +119,7 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
         assert mine.meta(10) == its.meta(10)
 
 
+@pytest.mark.slow
 def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
     """Evaluations read it; that the run was over by an early stop is forgotten."""
     config = config_of("gpt2-tied", model={"layers": 1}, train=TrainConfig(ema=0.9))
@@ -136,6 +137,7 @@ def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
         assert np.array_equal(mean.param(".".join(key.key for key in path)), leaf)
 
 
+@pytest.mark.slow
 def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     for last, message in ((4, r"--last: 4, but the complete steps in .* are: 2, 4, 10$"), (0, r"--last: 0; allowed")):
         with pytest.raises(UserError, match=message):
@@ -156,6 +158,7 @@ def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mean").exists()
 
 
+@pytest.mark.slow
 def test_steps_of_several_pipelines_are_averaged(tmp_path: Path) -> None:
     plain = config_of("llama-tied")
     piped = config_of(

@@ -124,6 +124,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_come_together() -> None:
     job = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "3", "RANK": "0", "JAXDIST_JOIN_TIMEOUT": "0.5"}
     with socket.socket() as probe:

@@ -33,6 +33,7 @@ def run_dir(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_report_of_a_killed_run_is_made_again(run_dir, capsys):
     assert main([str(run_dir)]) == 0
     text = (run_dir / "report.html").read_text()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collective_cases import NAMES, has, on_every_device
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.collectives import all_reduce, reduce, reduce_scatter
 from jaxdist.collectives.algorithms.ordered import SMALL
@@ -49,7 +49,7 @@ def test_sums_are_within_the_bound_and_the_same_on_all_devices(name: str) -> Non
     check_sums(name, 8, (130,), (jnp.float32, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("name", levels(NAMES, everyday=3))
+@pytest.mark.parametrize("name", levels(NAMES, everyday=5))
 def test_the_mean_is_the_sum_divided(name: str) -> None:
     x = random_rows((3, 30), np.float32)
     operations = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "reduce": reduce}
@@ -109,7 +109,7 @@ def test_ring_does_not(size: int) -> None:
         assert got.tobytes() != pairwise(list(x))[: got.size].tobytes()
 
 
-@pytest.mark.parametrize("n", [3, 5, 6, 7])
+@pytest.mark.parametrize("n", others_slow([3, 5, 6, 7], 5, 6))
 def test_ordered_adds_pairs_of_pairs_on_any_number_of_devices(n: int) -> None:
     x = random_rows((n, n * 300), np.float32)
     whole, parts = on_every_device(

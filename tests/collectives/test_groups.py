@@ -18,7 +18,7 @@ from collective_cases import (
     on_every_device,
     values,
 )
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.collectives import all_reduce, all_reduce_with_feedback, broadcast, reduce_scatter, send_recv
 from jaxdist.errors import UserError
@@ -52,7 +52,7 @@ def cases(chosen: list[tuple[int, Groups]]) -> list[Any]:
     return [(name, *case) for case in chosen for name in NAMES if name != "native" or complete(*case)]
 
 
-@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(EVERYDAY), everyday=6, slow=2), ids=str)
+@pytest.mark.parametrize(("name", "devices", "groups"), levels(cases(EVERYDAY), everyday=11, slow=2), ids=str)
 def test_every_operation_is_exact_in_groups(name: str, devices: int, groups: Groups) -> None:
     check_exact(everyday_calls(name, len(groups[0]), devices=devices), algorithm=name, groups=groups, data=devices)
 
@@ -62,7 +62,7 @@ def test_every_operation_is_exact_in_more_groups(name: str, devices: int, groups
     check_exact(everyday_calls(name, len(groups[0]), devices=devices), algorithm=name, groups=groups, data=devices)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, *NAMES[::3]))
 def test_a_reversed_group_counts_backwards(name: str) -> None:
     """Sums do not depend on the order, but what is cut or gathered does."""
     choice, groups = random.Random(name), ((3, 2, 1, 0),)

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.config.checks import check_layout
@@ -189,6 +189,7 @@ def test_null_stays_null_in_a_written_configuration(overrides: tuple[str, ...], 
     assert again == fresh and again.resolved() == fresh.resolved() != written.model.resolved()
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(
     st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\t\n\r:#'\"-~=<e1_.{}[]!&*"), max_size=20)
 )
@@ -267,6 +268,7 @@ def test_shrink_says_so(caplog: pytest.LogCaptureFixture) -> None:
 SIZES = st.sampled_from([1, 1, 1, 2, 3, 4, 6, 8, 9, 16])
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.tuples(*[SIZES] * 6), st.sampled_from([None, "data", "fsdp", "pipe"]), st.integers(1, 100))
 def test_resolve_mesh_always_fits(sizes: tuple[int, ...], rest: str | None, devices: int) -> None:
     mesh = MeshConfig(*sizes)

@@ -116,11 +116,12 @@ def check_gradients(algorithm: str, n: int, *, second: bool, every_op: bool = Tr
             np.testing.assert_allclose(got[key], want[key], rtol=1e-12, atol=1e-12, err_msg=key)
 
 
-@pytest.mark.parametrize("name", levels(NAMES, everyday=3, slow=2))  # slow runs have those of every op
+@pytest.mark.parametrize("name", levels(NAMES, everyday=7, slow=2))  # slow runs have those of every op
 def test_first_derivatives(name: str) -> None:
     check_gradients(name, 3, second=False, every_op=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring"])
 def test_second_derivatives(name: str) -> None:
     check_gradients(name, 3, second=True, every_op=False)
@@ -158,7 +159,7 @@ def gradient_of(function: Any, x: Any, weights: Any) -> np.ndarray:
     return on_every_device(own, (x, weights), data=len(x))
 
 
-@pytest.mark.parametrize(("op", "name"), levels(itertools.product(("max", "min"), NAMES), everyday=7, slow=2), ids=str)
+@pytest.mark.parametrize(("op", "name"), levels(itertools.product(("max", "min"), NAMES), everyday=12, slow=2), ids=str)
 def test_ties_share_the_gradient(name: str, op: str) -> None:
     """all_reduce: equally. The others: all of it, and nothing to a device that does not attain the extremum."""
     rng, n = np.random.default_rng(0), 4

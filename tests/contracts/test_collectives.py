@@ -31,7 +31,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from jaxprs import collectives
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.collectives import (
     all_gather,
@@ -61,7 +61,7 @@ SEVERAL_AXES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "name"), levels(itertools.product(EVERYDAY, NAMES), everyday=4), ids=str)
+@pytest.mark.parametrize(("sizes", "name"), levels(itertools.product(EVERYDAY, NAMES), everyday=5), ids=str)
 def test_every_operation_is_exact(name: str, sizes: dict[str, int]) -> None:
     check_exact(everyday_calls(name, devices(sizes)), algorithm=name, **sizes)
 
@@ -83,14 +83,16 @@ def test_turns_on_a_shared_link_are_exact() -> None:
     check_exact(calls, algorithm="two_level", data=2, fsdp=2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, *NAMES[::3]))
 def test_nothing_stays_nothing(name: str) -> None:
     check_exact(empty_calls(name, 4, devices=4), algorithm=name, data=4)
     check_exact(empty_calls(name, 2, devices=4), algorithm=name, groups=((0, 2), (1, 3)), data=4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("n", "size"), [(3, 131_072), (5, 270_001)])
+@pytest.mark.parametrize(
+    ("name", "n", "size"),
+    levels(((name, *sizes) for name in NAMES for sizes in ((3, 131_072), (5, 270_001))), everyday=3),
+)
 def test_large_arrays_are_exact(name: str, n: int, size: int) -> None:
     """These travel in several pieces where an algorithm cuts them into pieces."""
     check_exact([Call("all_reduce", values((n, size), jnp.int32, 0), {})], algorithm=name, data=n)
@@ -101,7 +103,7 @@ def test_send_recv_moves_and_leaves_zeros(n: int) -> None:
     check_exact(draw_pairs(n), algorithm="native", data=n)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, *NAMES[1::3]))
 def test_trees_of_arrays_keep_their_structure(name: str) -> None:
     tree = {"a": values((4, 8), jnp.int32, 0), "b": [values((4,), jnp.float32, 1), None, values((4, 0), jnp.int8, 2)]}
     got = on_every_device(lambda tree: all_reduce(tree, "data", algorithm=name), tree, data=4)
@@ -122,7 +124,7 @@ def test_types_of_results() -> None:
     jax.make_jaxpr(jax.shard_map(region, mesh=mesh, in_specs=P(), out_specs=P()))(jnp.zeros(4))
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", others_slow(BY_HAND, *BY_HAND[2::3]))
 def test_hand_written_results_are_varying_and_made_by_ppermute_alone(name: str) -> None:
     mesh = make_mesh(data=3, fsdp=2)
     operations = [operation for operation in OPERATIONS if has(name, operation)]
@@ -142,6 +144,7 @@ def test_hand_written_results_are_varying_and_made_by_ppermute_alone(name: str) 
         assert {primitive for primitive, _ in collectives(jaxpr, axis)} == {"ppermute"}
 
 
+@pytest.mark.slow
 def test_a_ring_result_leaves_through_the_claim_only() -> None:
     mesh, specs = make_mesh(data=4, tensor=2), {"a": P(None, "tensor"), "b": P()}
     tree = {"a": jnp.arange(8.0).reshape(2, 4), "b": jnp.arange(3.0)}

@@ -225,6 +225,7 @@ def test_native_sums_differ_from_one_device() -> None:
     assert (got[1] != want[1]).any()
 
 
+@pytest.mark.slow
 def test_ordered_sum_is_the_sum_and_the_same_in_every_layout() -> None:
     mesh = make_mesh(data=2, fsdp=4)
     for shape in [(), (0,), (1,), (7,), (8, 6), (24, 5), (3, 16, 8)]:

@@ -113,14 +113,22 @@ SOME_APART = [
 ]
 
 
+EVERYDAY = [Case("llama", True, "zero3", 1, (1, 4, 2), "native", "full")]
+
+
+def without(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if case not in EVERYDAY]
+
+
 @pytest.mark.parametrize(
-    "case", levels([*EACH_MESH, *SOME, *SOME_APART, *EXTRA], everyday=36, slow=8, common=3), ids=str
+    "case", [*EVERYDAY, *levels(without([*EACH_MESH, *SOME, *SOME_APART, *EXTRA]), slow=8, common=3)], ids=str
 )
 def test_layout_equals_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", levels([*EACH_MESH, *EXTRA, *SOME], everyday=40, slow=20, common=5), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*EVERYDAY, *levels(without([*EACH_MESH, *EXTRA, *SOME]), slow=20, common=5)], ids=str)
 def test_layout_equals_one_device_in_fp32(case: Case) -> None:
     check_fp32(case)
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import child
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist import load_config, registry
@@ -314,6 +314,7 @@ def test_options_that_cannot_be(options: type, message: str, monkeypatch: pytest
         DataConfig(source="outsider.source.ramp")
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.sampled_from(ALL), st.text(min_size=1, max_size=8))
 def test_a_key_that_nobody_has(entry: tuple[str, str], key: str) -> None:
     folder, name = entry

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import ancestors, collectives, scans_with
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import registry
 from jaxdist.config.schema import ModelConfig
@@ -119,7 +119,7 @@ def test_ddp_reduces_blocks_that_fill_a_bucket_in_the_backward_pass() -> None:
     assert counts == {("psum", "float32"): BLOCK + EMBED + HEAD + 1}  # of whole stacks, once a step
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", others_slow([1, 4], 4))
 def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_never(microbatches: int) -> None:
     """The head's matrix in as many slices as there are blocks; its norm has no dim left to cut."""
     counts = collectives(jaxpr_of("zero3", fsdp=4, microbatches=microbatches, prefetch=1), "fsdp")
@@ -133,6 +133,7 @@ def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_neve
     }
 
 
+@pytest.mark.slow
 def test_what_a_prefetching_round_waits_for() -> None:
     """A gather of the forward loop, and a reduction, only for what is carried; a gather of the backward loop for the
     reduction, and for a gradient of the block beside it. No product waits for a collective of its own round."""
@@ -171,7 +172,7 @@ def test_hybrid_sharding_reduces_shards_over_data() -> None:
     assert collectives(jaxpr, "fsdp")["reduce_scatter", "float32"] == LAYERS * BLOCK + EMBED + HEAD
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, "ddp", "zero3"))
 def test_bf16_gathers_in_bf16_and_reduces_in_fp32(name: str) -> None:
     counts = collectives(jaxpr_of(name, precision="bf16", data=2, fsdp=4), "fsdp")
     dtypes = {"all_gather": "bfloat16", "reduce_scatter": "float32", "psum": "float32"}
@@ -182,6 +183,7 @@ CUBE, ODD = {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 3}
 EVERYDAY = [("zero3", CUBE, GPT2), ("zero1", ODD, GPT2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "config"),
     [
@@ -247,12 +249,14 @@ def test_sharding_takes_the_first_free_dim_and_leaves_the_stack_alone() -> None:
     assert place((8, 16, 4), "pipe", None, None, small=256) == P("pipe", "fsdp", None)
 
 
-def test_every_init_is_the_same_array() -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"), levels([("zero3", CUBE), ("zero3", {"fsdp": 8}), ("ddp", {"tensor": 4})], everyday=3)
+)
+def test_every_init_is_the_same_array(name: str, sizes: dict[str, int]) -> None:
     model, tx = gpt(GPT2, max_length=8), optax.adamw(1e-3)
     want = jax.device_get(init_state(model, tx, make_mesh(), strategy="ddp").params)
-    for name, sizes in (("zero3", {"fsdp": 8}), ("zero3", {"data": 2, "fsdp": 2, "tensor": 2}), ("ddp", {"tensor": 4})):
-        got = jax.device_get(init_state(model, tx, make_mesh(**sizes), strategy=name).params)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+    got = jax.device_get(init_state(model, tx, make_mesh(**sizes), strategy=name).params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_layer_specs_that_do_not_divide_are_named() -> None:

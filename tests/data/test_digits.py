@@ -21,6 +21,7 @@ def source() -> Any:
     return digits(config("stdlib", source="digits", held_out=0.2))
 
 
+@pytest.mark.slow
 def test_all_digits_are_on_one_side(source: Any) -> None:
     """1,438 to train on, 359 held out, all of them scikit-learn's; the commonest held out is 46 of these."""
     from sklearn.datasets import load_digits
@@ -54,6 +55,7 @@ def test_batches_and_fingerprint(source: Any) -> None:
     assert sum(float(held.batch(i)["weights"].sum()) for i in range(held.batches or 0)) == 359
 
 
+@pytest.mark.slow
 def test_without_scikit_learn_it_is_one_line() -> None:
     code = (
         "import sys; sys.modules['sklearn'] = None\n"

@@ -42,6 +42,7 @@ def test_permute_mixes_and_is_exact_around_powers_of_two(count: int) -> None:
     assert abs(np.corrcoef(np.arange(count), out)[0, 1]) < 0.02  # nothing stays where it was, not even in its half
 
 
+@pytest.mark.slow
 def test_permute_gives_every_order_equally_often() -> None:
     trials = 1200
     keys = np.random.SeedSequence(1).generate_state(8 * trials, np.uint64).reshape(trials, 8)

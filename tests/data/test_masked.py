@@ -204,6 +204,7 @@ def test_lines_that_training_has_are_not_held_out(tmp_path: Path) -> None:
         load_source(DataConfig(**given, seq_len=20))
 
 
+@pytest.mark.slow
 def test_lines_of_a_folder(tmp_path: Path) -> None:
     own = lambda i: re.sub(rb"(?m)(.)$", b"\\1 #%d" % i, CODE)  # noqa: E731
     for i in range(6):

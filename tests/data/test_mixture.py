@@ -148,6 +148,7 @@ observe: {console: plain, report: false}
 """
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mixed(tmp_path)
     (tmp_path / "tiny.yaml").write_text(YAML % (tmp_path / "text", tmp_path / "more"))

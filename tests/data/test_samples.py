@@ -431,6 +431,7 @@ def pictures(tmp_path: Path) -> Callable[..., Config]:
     return lambda *options: load_config(tmp_path / "a.yaml", [*PICTURES, *options])
 
 
+@pytest.mark.slow
 def test_the_training_command_takes_images(
     pictures: Callable[..., Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ def test_the_teacher_has_no_reduction(traced: Any) -> None:
     assert {"reduce_scatter"} <= {each.op for each in found}  # those of the student
 
 
+@pytest.mark.slow
 def test_no_array_has_all_logits(traced: Any) -> None:
     """Neither the traced nor the compiled program has an array of B x S x V, of a device or of all."""
     step, state, batch, _ = traced
@@ -211,6 +212,7 @@ def test_a_teacher_under_deterministic_sums_is_refused() -> None:
         join(model, Teacher(model, mesh, StepOptions()), optimizer(), mesh, options, MIXTURE)
 
 
+@pytest.mark.slow
 def test_the_step_does_not_take_a_table_that_a_failed_step_used_up(traced: Any) -> None:
     step, state, batch, _ = traced
     with jax.enable_x64(True):

@@ -41,6 +41,7 @@ def test_the_largest_logits_and_the_rest_as_one_class(k: int) -> None:
     np.testing.assert_allclose(found, by_hand(k), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_gradients_of_all_logits_as_the_largest_ones() -> None:
     """Equal to those of whole logits; and with fewer, nearer to them than those of renormalised logits."""
     with jax.enable_x64(True):
@@ -71,6 +72,7 @@ def test_the_loss_for_a_loss_of_ones_own() -> None:
     np.testing.assert_allclose(plain, hard, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_rest_of_rounding_gives_no_nan() -> None:
     """A teacher that is sure of one token, in fp32: the listed probabilities may sum to more than 1."""
     logits = jnp.zeros((1, VOCAB)).at[0, 3].set(60.0)

@@ -74,6 +74,7 @@ def test_a_strange_manifest_is_one_line(folder: Path, change: dict[str, Any]) ->
         open_cache(folder)
 
 
+@pytest.mark.slow
 def test_mixing_0_is_the_program_of_plain_training() -> None:
     """No teacher is read: there is none at this place."""
     sizes = ["model.layers=1", "model.width=16", "data.seq_len=8", "data.global_batch=4"]

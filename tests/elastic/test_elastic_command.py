@@ -76,11 +76,11 @@ def test_a_signal_waits_until_ray_has_started(number: int, monkeypatch: pytest.M
 
     def init(**_: Any) -> Any:
         signal.signal(signal.SIGTERM, lambda *_: done.append("the handler of Ray"))  # as Ray does, with an exit in it
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         done.append("started")
 
     def shutdown() -> None:
-        os.kill(os.getpid(), number)  # a second Ctrl-C
+        signal.raise_signal(number)  # a second Ctrl-C
         done.append("ended")
 
     ray = SimpleNamespace(init=init, shutdown=shutdown, cluster_resources=lambda: done.append("used"))
@@ -113,7 +113,7 @@ def test_a_stop_names_the_folder(
     folder: Path, started: list[Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(runs, "run_elastic", stop)

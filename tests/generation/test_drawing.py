@@ -54,6 +54,7 @@ def test_tokens_are_drawn_by_their_probabilities(sampling: Sampling) -> None:
     assert (np.abs(shares - want) <= 5 * np.sqrt(want * (1 - want) / DRAWS) + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_a_draw_depends_on_key_and_position_of_its_row_alone() -> None:
     keys = jax.random.wrap_key_data(jnp.asarray(row_keys(0, range(4))))
     logits = jnp.zeros((4, 1000))

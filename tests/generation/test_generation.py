@@ -143,6 +143,7 @@ def test_what_has_no_cache_says_why() -> None:
     assert "pipe" in str(of(model, make_mesh(pipe=2)))
 
 
+@pytest.mark.slow
 def test_the_model_says_how_long_a_text_may_be() -> None:
     assert (
         gpt(config_of("gpt2"), max_length=20).positions == 20

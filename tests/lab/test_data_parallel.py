@@ -46,6 +46,7 @@ def gradients(case: ModelCase, params: Any, batch: Any, *, balanced: bool) -> Co
     return program.gradients(Wires(), program.place(params, state), jax.device_put(batch, devices[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "balanced"])
 def test_gradients_of_a_gpt_are_those_of_one_device(balanced: bool) -> None:
     """Also where the tokens of the devices weigh unlike."""
@@ -97,6 +98,7 @@ def measured(*, balanced: bool) -> MeasuredStep:
     return measure(make_gpt(GPT, seq_len=6, rows=ROWS), jax.devices()[:DEVICES], balanced=balanced)
 
 
+@pytest.mark.slow
 @FORMS
 def test_bytes_of_each_device_are_the_closed_forms(balanced: bool) -> None:
     """Written a second time, from the shapes of a batch."""
@@ -115,6 +117,7 @@ def test_bytes_of_each_device_are_the_closed_forms(balanced: bool) -> None:
     assert found.agrees
 
 
+@pytest.mark.slow
 def test_a_byte_that_is_not_in_the_closed_forms_is_seen() -> None:
     found = measured(balanced=True)
     counted = found.counted | {"scatter": [*found.counted["scatter"][:-1], (0, 1)]}
@@ -156,6 +159,7 @@ def test_the_textbook_case_by_shapes_alone() -> None:
     assert balanced.root_sends / plain.root_sends > 0.999  # gathering labels helps nothing here
 
 
+@pytest.mark.slow
 def test_uneven_rows_are_refused() -> None:
     case = make_gpt(GPT, seq_len=6, rows=ROWS)
     params = jax.tree.map(

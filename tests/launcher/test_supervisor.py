@@ -18,6 +18,7 @@ import child
 import pytest
 import strangers
 from jobs import wait_until
+from levels import others_slow
 from strangers import TOKEN, admitted
 
 from jaxdist.errors import UserError
@@ -212,7 +213,7 @@ def test_nothing_is_left_by_a_job_that_ends_well(launch: Callable[..., Launcher]
     assert gone([int((job.folder / f"child{rank}").read_text()) for rank in range(2)], 0.5)
 
 
-@pytest.mark.parametrize("end", ["well", "killed", "launcher killed"])
+@pytest.mark.parametrize("end", others_slow(["well", "killed", "launcher killed"], "launcher killed"))
 def test_what_a_rank_has_started_in_a_session_of_its_own_ends_too(end: str, launch: Callable[..., Launcher]) -> None:
     """Also what has a clean environment, unless the launcher itself is killed."""
     clean = "env -i PATH=$PATH" if end != "launcher killed" else ""
@@ -277,6 +278,7 @@ def test_a_signal_that_comes_twice_is_one(launch: Callable[..., Launcher]) -> No
     assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on"
 
 
+@pytest.mark.slow
 def test_ranks_without_a_handler_yet_are_stopped(launch: Callable[..., Launcher]) -> None:
     """They are importing JAX: there is nothing to save."""
     job = launch("echo ready >ready$RANK; sleep 300", "-n", "2")
@@ -361,7 +363,8 @@ except UserError as error:
 """
 
 
-@pytest.mark.parametrize("chosen", ["launcher", "user"])
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", others_slow(["launcher", "user"], "user"))
 def test_a_lost_race_for_the_port(chosen: str, launch: Callable[..., Launcher], tmp_path: Path) -> None:
     """The launcher makes another choice; it does not overrule the user."""
     with socket.socket() as probe:
@@ -391,6 +394,7 @@ exit 1
 """
 
 
+@pytest.mark.slow
 def test_restarts_count_from_the_last_progress(launch: Callable[..., Launcher], tmp_path: Path) -> None:
     """Two restarts without progress are allowed: after three attempts with a checkpoint each, two more follow."""
     (tmp_path / "steps").write_text("3")
@@ -405,6 +409,7 @@ def test_restarts_count_from_the_last_progress(launch: Callable[..., Launcher], 
     assert "given up after 2 restarts without a newer checkpoint" in job.err()
 
 
+@pytest.mark.slow
 def test_back_off_doubles(launch: Callable[..., Launcher]) -> None:
     job = launch("date +%s.%N >>times; exit 1", "-n", "1", "--backoff", "0.25")
     assert job.wait() == 1
@@ -528,7 +533,7 @@ def test_two_hosts_are_one_job(hosts: Callable[..., Launcher]) -> None:
     assert len({each[3] for each in said}) == 1
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", others_slow([0, 3], 3))
 def test_a_lost_rank_of_another_host_restarts_both(rank: int, hosts: Callable[..., Launcher]) -> None:
     """In the first attempt a rank fails, and only its own host can see that; in the second all end well."""
     script = f"{SAY}; [ $JAXDIST_ATTEMPT = 2 ] && exit 0; [ $RANK = {rank} ] && kill -9 $$; sleep 300"
@@ -540,7 +545,7 @@ def test_a_lost_rank_of_another_host_restarts_both(rank: int, hosts: Callable[..
     assert len({job for each in said for job in each[3::5]}) == 2
 
 
-@pytest.mark.parametrize(("end", "status"), [("exit 2", 2), ("exit 1", 1)])
+@pytest.mark.parametrize(("end", "status"), others_slow([("exit 2", 2), ("exit 1", 1)], ("exit 2", 2)))
 def test_hosts_end_with_one_status(end: str, status: int, hosts: Callable[..., Launcher]) -> None:
     jobs = [
         hosts(node, f"[ $RANK = 2 ] && {end}; sleep 300", "--max-restarts", "1", "--backoff", "0") for node in range(2)
@@ -573,6 +578,7 @@ def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..
 LIMIT = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
 
 
+@pytest.mark.slow
 def test_silent_connections_do_not_keep_a_job_from_beginning(hosts: Callable[..., Launcher]) -> None:
     """Many more of them than the launcher can have open. Nor does what strangers say."""
     first = hosts(0, SAY, before=LIMIT)
@@ -602,6 +608,7 @@ def test_a_stranger_does_not_pass_for_a_host(hosts: Callable[..., Launcher]) -> 
     assert "host 1 of 2 did not come" in first.err() and "Traceback" not in first.err()
 
 
+@pytest.mark.slow
 def test_hosts_with_different_tokens(hosts: Callable[..., Launcher], tmp_path: Path) -> None:
     """One line on both sides; the launcher with the wrong one ends, the other waits for the right one."""
     path = tmp_path / "token"
@@ -639,6 +646,7 @@ def test_ranks_of_one_host_have_a_token_of_their_own(launch: Callable[..., Launc
     assert len(found) == 2 and all(len(each) == 65 for each in found)
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_say_how_its_ranks_ended(capfd: pytest.CaptureFixture[str]) -> None:
     """It knows the token, and says less, more, or of other ranks: it is hung up on, with a line."""
     ended = {"status": "ended", "statuses": {"1": 0, "2": 1}, "killed": [1], "cause": 2, "stopped": False}
@@ -666,6 +674,7 @@ def test_a_host_that_does_not_say_how_its_ranks_ended(capfd: pytest.CaptureFixtu
     first.close()
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_come(hosts: Callable[..., Launcher]) -> None:
     """Three hosts: without --min-nodes the missing one is named."""
     jobs = [hosts(node, "true", nnodes=3, seconds=1.5) for node in (0, 2)]
@@ -757,6 +766,7 @@ def test_a_line_to_a_host_that_is_silent_ends() -> None:
         connection.close()
 
 
+@pytest.mark.slow
 def test_hosts_of_different_jobs(hosts: Callable[..., Launcher]) -> None:
     """Another number of hosts; a host's rank given twice. The job itself goes on waiting, then begins."""
     first = hosts(0, "sleep 1", nnodes=2)

@@ -113,6 +113,7 @@ def test_replicas_and_anchor_agree_with_one_device_in_other_layouts(case: Case, 
     check(case, local)
 
 
+@pytest.mark.slow
 def test_an_outer_step_after_each_step_of_sgd_is_ddp_even_with_ragged_batches() -> None:
     case, local, tx = Case("gpt2", True, "ddp", 1, (2, 1, 1)), LocalConfig(every=1), optax.sgd(0.3)
     with jax.enable_x64(True):

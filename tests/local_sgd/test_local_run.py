@@ -73,6 +73,7 @@ def test_the_time_of_a_step_includes_the_outer_step_that_follows_it(finished: Pa
     assert sum(record["step_s"] for record in records[1:]) == pytest.approx(spent - left_out, abs=0.2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_when_its_last_evaluation_was(
     finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def groups_of(text: str) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "local"), CASES)
 def test_only_outer_steps_send_between_replicas(case: Case, local: LocalConfig) -> None:
     state, step = local_parts(case, local, optimizer(), "fp32")

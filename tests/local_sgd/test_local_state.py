@@ -43,6 +43,7 @@ def poisoned(state: TrainState) -> Any:
     return batch | {"weights": jax.device_put(weights, batch["weights"].sharding)}
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_not_finite_skips_its_step_alone() -> None:
     state, step = local_parts(case(2), LocalConfig(every=2), SGD, "fp32", max_skips=10)
     before = host(state.opt_state.params)

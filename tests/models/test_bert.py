@@ -20,7 +20,7 @@ import oracle
 import pytest
 import saved_runs
 from jax.sharding import NamedSharding
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
@@ -236,6 +236,7 @@ def sums(head: str, params: Any, batch: Any, *, max_length: int = 64, **options:
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["mlm", pytest.param("classification", marks=slow)])
 def test_padding_changes_nothing(head: str) -> None:
     """Other ids in it, and more of it; and a batch without padding needs no mask and no segments."""
@@ -259,7 +260,8 @@ def test_padding_changes_nothing(head: str) -> None:
     np.testing.assert_allclose(sums(head, params, bare)[0], sums(head, params, full)[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("head", HEADS_OF)
+@pytest.mark.slow
+@pytest.mark.parametrize("head", others_slow(HEADS_OF, "classification"))
 def test_the_accuracy(head: str) -> None:
     params, batch = oracle.drawn(bert(config_of(head), max_length=64).shapes), batch_of(0, head)
     right = np.asarray(plain_logits(params, batch)).argmax(-1) == (
@@ -271,6 +273,7 @@ def test_the_accuracy(head: str) -> None:
     np.testing.assert_allclose(found, [(right * weights).sum(), weights.sum()], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_negative_targets_count_nothing_and_others_are_refused() -> None:
     for head, key in (("mlm", "targets"), ("classification", "label")):
         params, batch = oracle.drawn(bert(config_of(head), max_length=64).shapes), batch_of(0, head)
@@ -396,7 +399,7 @@ def test_logits_are_those_of_transformers(head: str, tmp_path: Path) -> None:
 
 
 @saved_runs.NEEDS
-@pytest.mark.parametrize("head", HEADS_OF)
+@pytest.mark.parametrize("head", others_slow(HEADS_OF, "mlm"))
 def test_there_and_back_bit_for_bit(head: str, tmp_path: Path) -> None:
     config = saved_config(head)
     params = saved_runs.random_params(config)
@@ -409,7 +412,7 @@ def test_there_and_back_bit_for_bit(head: str, tmp_path: Path) -> None:
         import_model(tmp_path / "out", other, tmp_path / "other")
 
 
-@pytest.fixture(scope="module", params=HEADS_OF)
+@pytest.fixture(scope="module", params=others_slow(HEADS_OF, "mlm"))
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
     folder, config = tmp_path_factory.mktemp("exported"), saved_config(request.param)
     export(saved_runs.save_run(folder / "run", config, saved_runs.random_params(config)), folder / "out")
@@ -429,6 +432,7 @@ def altered(
     import_model(folder, exported[1], folder / "run")
 
 
+@pytest.mark.slow
 @saved_runs.NEEDS
 def test_files_with_names_of_old_are_imported(exported: tuple[Path, Config], tmp_path: Path) -> None:
     """Of norms, as Google's files have them; and the bias of the decoder under its other name."""

@@ -10,7 +10,7 @@ from data_files import ids_file, loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import SEQ, VOCAB, Case, check_wide, initial, model_config
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import UserError, build, load_config
 from jaxdist.data.mixture import leaves_of, make_eval_loader
@@ -37,12 +37,13 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", levels(CASES, everyday=8, slow=3, common=1), ids=str)
 def test_every_layout_is_like_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize("style", others_slow(["gpt2", "llama"], "llama"))
 def test_a_packed_document_is_like_one_alone(style: str) -> None:
     """The loss of each document in a row is its loss in a row of its own."""
     with jax.enable_x64(True):
@@ -108,6 +109,7 @@ def test_positions_and_what_is_apart() -> None:
     assert documents.apart()[0].sum(axis=1).tolist() == [3, 3, 3, 3, 4]
 
 
+@pytest.mark.slow
 def test_both_kernels_hide_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cuDNN's kernel is given, computed by the plain one of jax."""
     plain = jax.nn.dot_product_attention

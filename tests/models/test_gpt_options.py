@@ -34,6 +34,7 @@ def test_every_layout_computes_what_the_oracle_does(case: Case) -> None:
     check_wide(case)
 
 
+@pytest.mark.slow
 def test_a_window_with_a_key_mask_and_as_cudnn_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a loop over queries. jax's own path stands for the kernel."""
     call, rng = jax.nn.dot_product_attention, np.random.default_rng(0)

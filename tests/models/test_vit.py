@@ -245,6 +245,7 @@ def test_patches_are_rows_of_pixels() -> None:
     )
 
 
+@pytest.mark.slow
 def test_bytes_are_scaled_and_other_images_refused() -> None:
     """0 to 255 are -1 to 1; the size is said before anything is computed."""
     model, mesh = model_of("fp32"), make_mesh()

@@ -159,10 +159,10 @@ ONCE, AGAIN = ({"fmhaSoftmax": n, "fmhaSoftmaxBackward": 1} for n in (1, 2))
 @pytest.mark.parametrize(
     ("model", "strategy", "sizes", "options", "want"),
     [
-        (CUDNN, "ddp", {"data": 2}, {}, ONCE),
-        (GROUPED, "zero3", {"data": 2, "fsdp": 2}, {}, ONCE),
+        pytest.param(CUDNN, "ddp", {"data": 2}, {}, ONCE, marks=pytest.mark.slow),
+        pytest.param(GROUPED, "zero3", {"data": 2, "fsdp": 2}, {}, ONCE, marks=pytest.mark.slow),
         (GROUPED, "ddp", {"tensor": 2}, {}, ONCE),
-        (CUDNN, "zero3", {"fsdp": 2, "tensor": 2}, {"remat": "full"}, AGAIN),
+        pytest.param(CUDNN, "zero3", {"fsdp": 2, "tensor": 2}, {"remat": "full"}, AGAIN, marks=pytest.mark.slow),
         (CUDNN, "zero3", {"fsdp": 2}, {"remat": ("attention.context", "mlp.out")}, AGAIN),
     ],
     ids=["ddp", "zero3", "tensor", "remat", "names"],

@@ -95,6 +95,7 @@ def by_layer(name: str, tensor: int, params: Any, h: Any, memory: Any, weights: 
     return jax.shard_map(region, mesh=mesh, in_specs=split, out_specs=(P(), split))(params, h, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 8))])
 def test_layers_are_plain_attention(tensor: int) -> None:
     """Outputs and gradients of everything, to 1e-12 in float64. All cases are one program."""

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from layouts import Case, check_wide
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.build import make_model
 from jaxdist.collectives import to_varying
@@ -82,7 +82,7 @@ def run(product: Product, tensor: int, features: tuple[int, ...], *, dtype: Any)
 PAIRS = [(gather_product, plain_gather), (product_scatter, plain_scatter)]
 
 
-@pytest.mark.parametrize("tensor", levels([1, 2, 3, 4, 8], everyday=2))
+@pytest.mark.parametrize("tensor", others_slow([1, 2, 3, 4, 8], 3))
 @pytest.mark.parametrize(("ring", "plain"), PAIRS)
 def test_rings_are_the_plain_products(ring: Product, plain: Product, tensor: int) -> None:
     with jax.enable_x64(True):
@@ -92,7 +92,8 @@ def test_rings_are_the_plain_products(ring: Product, plain: Product, tensor: int
                 np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ring", "plain"), PAIRS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ring", "plain"), others_slow(PAIRS, PAIRS[0]))
 def test_half_precision_rounds_once_a_device_and_gradients_of_kernels_once(ring: Product, plain: Product) -> None:
     got, usual, exact = (
         run(each, 4, (8,), dtype=dtype)
@@ -158,6 +159,7 @@ def sent(tensor: int, *, collective_matmul: bool, remat: str) -> tuple[collectio
     return calls, sum(each.wire_bytes for each in found), {each.dtype for each in found if each.op == "ppermute"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "remat", "rings"),
     levels(
@@ -169,7 +171,7 @@ def sent(tensor: int, *, collective_matmul: bool, remat: str) -> tuple[collectio
             (4, "full", 11),
             (8, "full", 11),
         ],
-        everyday=4,
+        everyday=6,
     ),
 )
 def test_the_same_bytes_in_pieces(tensor: int, remat: str, rings: int) -> None:

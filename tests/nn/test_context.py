@@ -83,7 +83,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=31, slow=12, common=3), ids=str)
+@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=99, slow=12, common=3), ids=str)
 def test_it_trains_like_one_device(case: Case) -> None:
     check_wide(case)
 
@@ -148,6 +148,7 @@ def grads_with_dropout(context: int, form: str | None, **mesh: int) -> Any:
     return jax.device_get(step(state, make_batch(8, 0))[1]["grads"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "tensor"), [("all_to_all", 2), pytest.param("gather", 1, marks=pytest.mark.slow)])
 def test_dropout_is_that_of_one_device(form: str, tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
@@ -182,9 +183,9 @@ def batch_shapes() -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((ROWS, SEQ), kind) for name, kind in kinds.items()}
 
 
-@pytest.mark.parametrize("remat", REMATS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("context", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
+@pytest.mark.parametrize(
+    ("context", "form", "remat"), levels(itertools.product((4, 2, 8), FORMS, REMATS), everyday=7), ids=str
+)
 def test_the_ledger_has_what_the_closed_form_says(context: int, form: str, remat: Any) -> None:
     (model, mesh), tx = small(context, form), optax.sgd(0.1)
     step = make_train_step(model, tx, mesh, remat=remat)
@@ -250,6 +251,7 @@ def test_state_is_split_over_fsdp_and_context(strategy: str) -> None:
         assert own * 8 == whole > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("context", "pipe"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
 def test_generation_is_that_of_one_device(context: int, pipe: int) -> None:
     """Generation counts the devices of context to fsdp. A vocabulary of 49 is whole on all stages of a pipeline, and
@@ -350,6 +352,7 @@ def test_the_picture_has_every_tile_of_the_mask_once() -> None:
     assert data_of(draw_context()) == data_of(kept), "run scripts/docs/draw_context.py"
 
 
+@pytest.mark.slow
 def test_losses_by_position_add_up_to_the_loss() -> None:
     config = model_config(LLAMA).replace(position_losses=4)
     model, mesh = gpt(config, max_length=SEQ, context="all_to_all"), make_mesh(context=2)

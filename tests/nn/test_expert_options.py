@@ -84,7 +84,7 @@ BYTES = [
 ]
 
 
-@pytest.mark.parametrize(("dispatch", "devices", "remat"), BYTES, ids=str)
+@pytest.mark.parametrize(("dispatch", "devices", "remat"), levels(BYTES, everyday=3), ids=str)
 def test_the_ledger_has_what_the_closed_form_says(dispatch: str, devices: int, remat: Any) -> None:
     moe, policy = MoEConfig(8, dispatch=dispatch, factor=1.0, group=4), "bf16" if devices == 2 else "fp32"
     mesh, tx, rows = make_mesh(expert=devices, devices=jax.devices()[:devices]), optax.sgd(0.1), 16
@@ -135,6 +135,7 @@ def test_grouped_products_are_those_of_each_group() -> None:
     assert flops_of(traced.jaxpr) == 2 * 24 * 5 * 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moe", "policy"), levels(itertools.product(KINDS, ("bf16", "fp16", "O1")), everyday=6), ids=str
 )
@@ -189,6 +190,7 @@ def test_the_router_is_in_fp32_where_operations_are_cast() -> None:
     assert kinds == {"float32"}
 
 
+@pytest.mark.slow
 def test_muon_orthogonalises_each_expert() -> None:
     tx = make_optimizer(OptimizerConfig(name="muon", lr=1.0, clip_norm=0.0, weight_decay=0.0, warmup_steps=0), steps=3)
     shapes = model_of(DROPLESS).shapes
@@ -202,6 +204,7 @@ def test_muon_orthogonalises_each_expert() -> None:
     assert (sizes.max(-1) / sizes.min(-1) < 2).all()  # of a random matrix of 64 x 32 it is about 6
 
 
+@pytest.mark.slow
 def test_adapters_leave_router_and_experts_alone() -> None:
     lora = LoraConfig(rank=2, targets=("*",))
     found, params = trained(DROPLESS, {"expert": 2}, lora=lora, freeze=("*", "!*.lora.*"))
@@ -211,6 +214,7 @@ def test_adapters_leave_router_and_experts_alone() -> None:
     assert set(own["experts"]["up"]) == {"kernel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "moe"),
     [
@@ -275,6 +279,7 @@ def test_what_does_not_go_with_it_is_one_line(name: str) -> None:
         load_config("configs/moe_quickstart.yaml", overrides, planned=True)
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_block_that_works() -> None:
     page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ExpertBlock" in block)

@@ -89,7 +89,7 @@ def check(case: Case) -> None:
             assert all(0.05 < each.sum() / (rows * SEQ * config.moe.top_k * len(each)) < 0.7 for each in want.dropped)
 
 
-@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=20, slow=3, common=4), ids=str)
+@pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=99, slow=3, common=4), ids=str)
 def test_it_trains_like_one_device(case: Case) -> None:
     check(case)
 

@@ -290,6 +290,7 @@ def refused(message: str, work: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_devices_without_float8_are_refused_but_plans_are_made() -> None:
     message = (
         r"precision.policy: 'fp8' needs GPUs .*8\.9.*, this is a CPU; allowed here: fp32, bf16, fp16, fp64, O0,"

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 from jaxprs import floats
 from layouts import Case
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import make_mesh, make_train_step, state_target
 from jaxdist.build import make_model
@@ -169,7 +169,8 @@ def test_optimizer_state_is_that_of_the_adapters(style: str) -> None:
     assert sum(math.prod(leaf.shape) for leaf in moments) == 2 * count(case, LORA)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "zero3"))
 def test_the_ledger_shows_that_only_adapters_are_reduced(strategy: str) -> None:
     """Over data and fsdp; over tensor, as many activations are summed as without adapters."""
     case = Case("llama", False, strategy, 1, (2, 2 if strategy == "zero3" else 1, 2))
@@ -237,6 +238,7 @@ def test_targets() -> None:
         adapted("gpt2", "gate_proj")
 
 
+@pytest.mark.slow
 def test_the_model_begins_as_without_adapters() -> None:
     case = Case("gpt2", True, "ddp", 1, (1, 1, 1))
     with_them, without = (model_of(case, "fp32", lora).init(jax.random.key(0)) for lora in (LORA, None))
@@ -246,6 +248,7 @@ def test_the_model_begins_as_without_adapters() -> None:
     assert all(not np.any(leaf) for name, leaf in found.items() if name.endswith(".b"))
 
 
+@pytest.mark.slow
 def test_float8_multiplies_kernels_and_not_adapters() -> None:
     """Also where the sizes of an adapter would fit."""
 

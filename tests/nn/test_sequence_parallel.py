@@ -11,7 +11,7 @@ import optax
 import oracle
 import pytest
 from layouts import SEQ, Case, check_wide, initial, make_batch, model_config
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
@@ -67,7 +67,8 @@ def sent(tensor: int, *, sequence: bool, remat: str = "none") -> tuple[collectio
     return calls, activations, others
 
 
-@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", others_slow([2, 4, 8], 4))
 def test_the_same_bytes_in_other_collectives(tensor: int) -> None:
     calls, before, rest = sent(tensor, sequence=False)
     assert calls == {"psum": 4 * LAYERS + 2}  # a block: two forward, two backward; embedding forward, head backward

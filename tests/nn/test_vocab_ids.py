@@ -75,6 +75,7 @@ def test_ids_of_a_narrow_type(dtype: Any) -> None:
     np.testing.assert_allclose(found, np.log(vocab), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", LAYOUTS, ids=str)
 def test_a_target_that_counts_nothing_may_be_any_number(how: tuple[int, int | None]) -> None:
     """Its weight is 0, or it is negative, as PyTorch's ignore_index."""

@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
 )
@@ -120,6 +121,7 @@ def test_the_same_samples_on_devices_with_tables_of_their_own() -> None:
     assert oracle.error(jax.jit(run)(h, tables), jax.grad(whole, argnums=(0, 1))(h, tables)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", [False, True])
 def test_devices_with_samples_of_their_own(cast: bool) -> None:
     """The gradient of a table that is the same on all is the sum of theirs, also where their cotangents differ."""

@@ -245,6 +245,7 @@ def test_mesh_pictures(tmp_path, sizes, drawn):
     assert f"{count:,} devices: {' × '.join(f'{a} {n}' for a, n in axes.items())}. Devices:" in page.text
 
 
+@pytest.mark.slow
 def test_report_of_a_long_run_is_small(tmp_path):
     metrics = records(20_000, every=1000)
     metrics[9000]["loss"] = 60.0

@@ -69,6 +69,7 @@ def test_a_single_matrix_is_gathered(spec: P) -> None:
     np.testing.assert_array_equal(run(jax.device_put(x, sharding)), products(x))
 
 
+@pytest.mark.slow
 def test_all_that_the_optimizer_sends_is_in_the_ledger() -> None:
     """Each sharded kernel goes to its device and back; the compiler adds sums of numbers, and nothing else."""
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), make_optimizer(OPTIONS, steps=3)
@@ -89,6 +90,7 @@ def test_all_that_the_optimizer_sends_is_in_the_ledger() -> None:
     assert added and sum(each.wire_bytes for each in added) < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [("blocks.mlp.*",), pytest.param((), marks=pytest.mark.slow)])
 def test_a_users_tree_and_frozen_parameters(freeze: tuple[str, ...]) -> None:
     """Matrices of somebody else's tree are gathered; the step is that of one device."""
@@ -114,6 +116,7 @@ def test_a_users_tree_and_frozen_parameters(freeze: tuple[str, ...]) -> None:
         assert oracle.error(after(data=2, fsdp=4), after()) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_step_without_shardings_is_the_compilers() -> None:
     """`optimizer.update(grads, state, params)`, as any loop of one's own calls it."""
     tx = make_optimizer(OPTIONS, steps=3)
@@ -123,6 +126,7 @@ def test_a_step_without_shardings_is_the_compilers() -> None:
     assert optax.tree.norm(updates) > 0
 
 
+@pytest.mark.slow
 def test_products_of_the_optimizer_are_none_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs the update is in no condition; its products still are not those of forward and backward pass."""
     monkeypatch.setattr("jaxdist.step.on_cpu", lambda mesh: False)

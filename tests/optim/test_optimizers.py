@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist.config.load import load_config
 from jaxdist.config.resolve import warmup_of
@@ -45,7 +45,9 @@ def test_without_warm_up_the_first_rate_is_the_peak() -> None:
     assert learning_rates(OptimizerConfig(lr=0.5), 10)[0] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("steps", "rising"), [(20, 10), (10, 10), (9, 4), (8, 4), (1, 0)])
+@pytest.mark.parametrize(
+    ("steps", "rising"), others_slow([(20, 10), (10, 10), (9, 4), (8, 4), (1, 0)], (10, 10), (9, 4))
+)
 def test_a_warm_up_that_is_longer_than_the_run(steps: int, rising: int) -> None:
     """It is as long as was asked for while the run is, and half of a shorter run."""
     rates = learning_rates(OptimizerConfig(lr=1.0, warmup_steps=10), steps)
@@ -139,6 +141,7 @@ def test_muon_takes_the_kernels_of_blocks() -> None:
     assert foreign["b"] is None and foreign["w"] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", levels(("adamw", "sgd", "muon", "lion", "adafactor"), everyday=5, slow=2))
 def test_every_optimizer_takes_the_same_step_in_every_layout(name: str) -> None:
     """Adafactor, Muon and clipping look across a tensor: local statistics would differ here."""
@@ -181,6 +184,7 @@ STACKED_SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", levels(("adafactor", "muon", "adamw", "sgd", "lion"), everyday=5))
 def test_a_block_moves_as_if_it_were_alone(name: str) -> None:
     """An optimizer that takes means over a parameter takes them over one block's: stacked blocks are as many layers.

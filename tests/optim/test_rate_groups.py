@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from levels import others_slow
 
 from jaxdist import make_mesh, state_target
 from jaxdist.build import assemble
@@ -56,7 +57,8 @@ def moved(config: OptimizerConfig, order: tuple[int, ...] = ()) -> dict[str, np.
     return leaves_by_name(jax.tree.map(np.subtract, params, tree(0)))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", pytest.param("lion", marks=pytest.mark.slow), "muon"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", others_slow(["adamw", "sgd", "lion", "muon"], "adamw"))
 def test_each_group_moves_as_if_alone(name: str) -> None:
     config = replace(CONFIG, name=name)
     with jax.enable_x64(True):
@@ -72,6 +74,7 @@ def test_each_group_moves_as_if_alone(name: str) -> None:
         assert not np.allclose(found["blocks.bias"][[2, 3]], alone[[2, 3]])
 
 
+@pytest.mark.slow
 def test_without_a_decay_of_their_own() -> None:
     """Adafactor reads parameters for more than decay; rates alone are any optimizer's."""
     config = replace(CONFIG, name="adafactor")

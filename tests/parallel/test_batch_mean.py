@@ -17,7 +17,7 @@ import pytest
 from batch_norm import DEEP, SMALL, TINY, Net, Trained
 from jax import lax
 from jaxprs import primitive_counts
-from levels import levels
+from levels import levels, others_slow
 from losses import as_numpy, plain, returning, rows, steps_of, trace
 
 import jaxdist
@@ -53,7 +53,9 @@ LAYOUTS = [
 ]
 DEEPER = [("deep", "zero3", 2, 4, "full"), ("deep", "ddp", 8, 1, "none")]
 DEEPER += [("deep", "zero1", 1, 2, "none"), ("deep", "zero2", 2, 2, "none")]
-EVERYDAY = [pytest.param("tiny", "zero3", 2, 2, "full"), pytest.param("tiny", "zero1", 1, 3, "none")]
+EVERYDAY = others_slow(
+    [("tiny", "zero3", 2, 2, "full"), ("tiny", "zero1", 1, 3, "none")], ("tiny", "zero3", 2, 2, "full")
+)
 NETS = {"tiny": TINY, "small": SMALL, "deep": DEEP}
 
 
@@ -72,6 +74,7 @@ ACCUMULATED = [("tiny", "zero2", 1, 2, "accumulate"), ("small", "zero3", 2, 2, "
 ACCUMULATED += [("small", "ddp", 4, 1, "pairwise"), ("small", "zero1", 1, 2, "accumulate")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "strategy", "data", "fsdp", "schedule"), levels(ACCUMULATED, everyday=8, slow=4, common=2), ids=str
 )
@@ -82,6 +85,7 @@ def test_a_microbatch_has_statistics_of_its_own(net: str, strategy: str, data: i
         compare(got, reference(NETS[net], data * fsdp, 2))
 
 
+@pytest.mark.slow
 def test_statistics_of_a_device_are_those_of_its_rows() -> None:
     """On N devices they are those of N microbatches on one; the running statistics are the mean."""
     with jax.enable_x64(True):
@@ -163,6 +167,7 @@ def test_metrics_stand_beside_those_of_the_step(counted: tuple[Any, Any, Any]) -
     assert set(metrics) == {"loss", "weight", "grad_norm", "skipped", "skipped_in_a_row", "size"}
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_restored(counted: tuple[Any, Any, Any], tmp_path: Path) -> None:
     state, _, step = counted
     mesh, tx = jaxdist.make_mesh(fsdp=2), optax.sgd(0.1)

@@ -118,6 +118,7 @@ def test_frozen_blocks_take_no_memory_of_gradients(strategy: str) -> None:
     assert saved > {"ddp": 0.9, "zero1": 0.9, "zero2": 0.2, "zero3": 0.2}[strategy] * blocks
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_and_int8() -> None:
     params = {"body": jnp.ones((8, 8)), "head": jnp.ones((8, 8))}
     data = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
@@ -137,6 +138,7 @@ def test_a_loss_of_ones_own_and_int8() -> None:
         assert names_of(state.residual) == ({"head"} if sync.wire_dtype else set())
 
 
+@pytest.mark.slow
 def test_checkpoint_with_a_residual(tmp_path: Path) -> None:
     body, head = (np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32) for i in (1, 2))
     params, mesh, tx = {"body": body, "head": head}, make_mesh(data=4), optax.adam(1e-2)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from batches import token_shapes
 from layouts import Case, check_wide
+from levels import others_slow
 
 from jaxdist import GradSync, ledger, make_train_step, state_target
 from jaxdist.config.schema import ModelConfig
@@ -29,7 +30,7 @@ def traced(strategy: str, sync: GradSync, **sizes: int) -> tuple[Any, Any, int]:
     return ledger(step, state, token_shapes(ROWS)), step.trace(state, token_shapes(ROWS)).jaxpr, size
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", others_slow([2, 4, 8], 4))
 def test_all_ranks_send_and_receive_equal_bytes_both_ways(n: int) -> None:
     found, jaxpr, size = traced("zero1", GradSync("balanced_fusion"), fsdp=n)
     assert found.total("op").keys() == {"ppermute", "psum"}  # the psum: loss and weight
@@ -42,13 +43,15 @@ def test_all_ranks_send_and_receive_equal_bytes_both_ways(n: int) -> None:
             assert Counter(sources) == Counter(targets) == Counter(range(n))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", others_slow(["zero1", "zero2"], "zero2"))
 def test_the_order_of_sums_does_not_change_how_parameters_are_gathered(strategy: str) -> None:
     native, _, size = traced(strategy, GradSync(), fsdp=4)
     fixed, _, _ = traced(strategy, GradSync(deterministic=True, virtual_shards=4), fsdp=4)
     assert native.total("op")["all_gather"] == fixed.total("op")["all_gather"] == 3 * size // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -86,6 +86,7 @@ def test_training_with_fewer_bytes_reaches_the_same_loss(strategy: str, sizes: M
     assert all(value > 0 for value in residual)
 
 
+@pytest.mark.slow
 def test_a_state_without_the_residual_is_refused() -> None:
     mesh, optimizer = make_mesh(data=2), optax.adam(1e-3)
     step = make_train_step(model(), optimizer, mesh, grad_sync=INT8)

@@ -64,6 +64,7 @@ def trained(offload: bool, *, optimizer: str, strategy: str, sizes: dict[str, in
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "options"),
     [
@@ -92,6 +93,7 @@ def traced(*overrides: str) -> tuple[TrainState, Any]:
     return parts.target, parts.step.jitted(parts.target).trace(parts.target, batch_of(config, mesh))
 
 
+@pytest.mark.slow
 def test_types_say_where_everything_is() -> None:
     target, step = traced("memory.offload.optimizer=true")
     moments = [leaf for leaf in jax.tree.leaves(target.opt_state) if leaf.ndim]
@@ -125,6 +127,7 @@ def test_a_program_for_gpus_moves_it() -> None:
     assert "annotate_device_placement" not in step.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow
 def test_explain_finds_no_moment_on_the_device() -> None:
     found = [
         explain(load_config(QUICKSTART, ["optimizer.name=adamw", f"memory.offload.optimizer={on}"], planned=True))

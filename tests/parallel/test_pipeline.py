@@ -109,7 +109,8 @@ def test_bf16(schedule: str) -> None:
     assert oracle.error(got.grads[0], want.grads[0]) < 0.05
 
 
-@pytest.mark.parametrize("case", EACH_SCHEDULE[::2], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", levels(EACH_SCHEDULE[::2], everyday=len(EACH_SCHEDULE)), ids=str)
 def test_evaluation_goes_from_stage_to_stage(case: Case) -> None:
     with jax.enable_x64(True):
         model, state, _, _ = start(case)
@@ -147,6 +148,7 @@ def test_every_schedule_of_several_stages_is_tested() -> None:
     assert {case.schedule for case in EACH_SCHEDULE} == set(SCHEDULES)
 
 
+@pytest.mark.slow
 def test_sums_by_hand_inside_stages_are_refused() -> None:
     """They would hang; not with `pipeline_cond=False`, nor where a strategy sums at the end."""
     mesh, model, tx = make_mesh(pipe=2, fsdp=2), model_of(EACH_SCHEDULE[1], "fp32"), layouts.optimizer()

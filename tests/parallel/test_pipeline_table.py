@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from levels import others_slow
 
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.table import Buffer, Slots, Ticks, allocate_slots, check_table, moments
@@ -97,7 +98,7 @@ def run(ticks: Ticks, slots: Slots) -> tuple[list[int], list[int], bool]:
     return [each.most for each in kept], [each.most for each in cotangents], late
 
 
-@pytest.mark.parametrize("stages", [*range(1, 9), 16])
+@pytest.mark.parametrize("stages", others_slow([*range(1, 9), 16], 1, 2, 3, 4, 8))
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_run_in_their_buffers_and_in_no_smaller_ones(name: str, stages: int) -> None:
     for ticks in tables(name, stages) if stages <= 8 else [TABLES[name](stages, m) for m in (1, 15, 16, 31, 32)]:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from layouts import SEQ, initial
-from levels import levels
+from levels import levels, others_slow
 from optax import MaskedNode
 
 from jaxdist.collectives import zeros_varying_like
@@ -96,6 +96,7 @@ def check_against_one_device(model: ModelConfig, sizes: dict[str, int], **option
     assert oracle.error(got[1], want[1]) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", levels(CASES, everyday=6, slow=4))
 def test_gradients_are_those_of_one_device(name: str) -> None:
     check_against_one_device(*CASES[name], remat="full")
@@ -173,6 +174,7 @@ def test_a_block_that_reads_what_is_split_before_what_is_not() -> None:
     assert oracle.error(found[1], found[0]) < 1e-6
 
 
+@pytest.mark.slow
 def test_what_is_sent() -> None:
     """Never the embedding's table; a slice of the head's beside each block."""
     model, mesh = CASES["gpt2, tied"][0], abstract_mesh(fsdp=8)
@@ -190,7 +192,9 @@ def test_what_is_sent() -> None:
     assert {each.bytes_per_call for each in moved} == {ROWS // 8 * SEQ * 32 * 4}
 
 
-@pytest.mark.parametrize(("strategy", "least"), [("ddp", 0), ("zero1", 0), ("zero2", 0), ("zero3", 2**30)])
+@pytest.mark.parametrize(
+    ("strategy", "least"), others_slow([("ddp", 0), ("zero1", 0), ("zero2", 0), ("zero3", 2**30)], ("zero3", 2**30))
+)
 def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int) -> None:
     model, mesh = CASES["gpt2, tied"][0], abstract_mesh(fsdp=8)
     made, tx = gpt(model, max_length=SEQ), optax.sgd(0.1)
@@ -201,6 +205,7 @@ def test_whole_parameters_are_not_looked_up_by_columns(strategy: str, least: int
     assert found and not any(each.op == "all_to_all" for each in found)
 
 
+@pytest.mark.slow
 def test_the_first_block_comes_in_two_parts_of_which_the_second_waits() -> None:
     """What is read late is gathered once the rest is there, and the rest's gradients are reduced once its own are:
     otherwise the compiler would make one collective of both."""
@@ -288,6 +293,7 @@ def test_what_waits_waits_for_the_largest_leaf() -> None:
     assert int(opaque_index(lost, 5)) == 6 and jnp.isnan(order_after({"x": jnp.ones(2)}, lost)["x"]).all()
 
 
+@pytest.mark.slow
 def test_what_cannot_wait_for_the_largest_leaf_waits_for_none() -> None:
     """Which is split over tensor parallelism, say: a gradient that is not may be a block's last."""
     mesh = make_mesh(fsdp=2, tensor=2)

@@ -88,6 +88,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*levels(CASES, everyday=6, slow=4, common=2), *levels(SLOW, slow=16, common=4)], ids=str
 )
@@ -103,7 +104,14 @@ def test_layers_name_what_is_documented() -> None:
     assert {name for name, _ in names_of_values(experts)} == {*NAMES}
 
 
-@pytest.mark.parametrize("remat", [*MODES, NAMED], ids=str)
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param(each, marks=[] if each in ("full", "sqrt", NAMED) else [pytest.mark.slow])
+        for each in (*MODES, NAMED)
+    ],
+    ids=str,
+)
 def test_gathered_parameters_are_never_kept(remat: Any) -> None:
     """Blocks are gathered forward and backward; with segments once more for all but the last of each. The head's, whose
     backward pass is the next thing, once."""
@@ -151,6 +159,7 @@ def test_segments_hold_every_block_once(layers: int) -> None:
     assert size <= math.sqrt(layers) and count + (left > 0) + size <= 2 * math.sqrt(layers) + 2
 
 
+@pytest.mark.slow
 def test_what_is_computed_again() -> None:
     """Matrix products, counted in the program. A block: forward F, backward 2 F."""
     tokens, width, layers = ROWS // 4 * LENGTH, LLAMA.width, 7

@@ -39,6 +39,7 @@ def step_of(scan_blocks: int, **options: object) -> tuple[object, ...]:
     return step, state_target(model, tx, mesh, strategy="zero3"), token_shapes(8)
 
 
+@pytest.mark.slow
 def test_the_ledger_counts_the_same() -> None:
     found = [ledger(*step_of(unroll)).total("op") for unroll in (1, 2, 3, 0)]  # type: ignore[arg-type]
     assert all(one == other for one, other in itertools.pairwise(found))

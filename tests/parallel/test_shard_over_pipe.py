@@ -20,7 +20,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import registry
 from jaxdist.checkpoint import Checkpoints
@@ -145,6 +145,7 @@ CROSSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -217,7 +218,7 @@ def over_pipe(jaxpr: Any, outside: tuple[str, ...] = ()) -> Iterator[tuple[str, 
             yield from over_pipe(sub, (*outside, name))
 
 
-@pytest.mark.parametrize("strategy", [*NAMES, SOMEONES])
+@pytest.mark.parametrize("strategy", others_slow([*NAMES, SOMEONES], "zero3", SOMEONES))
 def test_gathers_and_sums_stand_outside_of_the_schedule(strategy: str) -> None:
     leaves = len(jax.tree.leaves(others(model_of().shapes)))
     once = {("all_gather", False): leaves, ("reduce_scatter", False): leaves}
@@ -228,6 +229,7 @@ def test_gathers_and_sums_stand_outside_of_the_schedule(strategy: str) -> None:
     assert whole == {("psum", False): 2, ("ppermute", True): 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "zero3")]
 )
@@ -289,7 +291,8 @@ def explained(strategy: str, *overrides: str) -> Explanation:
     return explain(load_config(ROOT / "configs" / "quickstart.yaml", [*always, *overrides], planned=True))
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", others_slow(NAMES, "ddp"))
 def test_explain_names_what_is_spread_and_counts_its_copies(strategy: str) -> None:
     found = explained(strategy)
     spread = {row.path: row.bytes_per_device for row in found.parameters if not row.path.startswith("blocks.")}
@@ -308,6 +311,7 @@ def test_explain_names_what_is_spread_and_counts_its_copies(strategy: str) -> No
     assert found.memory["gradients"] == whole * (for_a_step + blocks)
 
 
+@pytest.mark.slow
 def test_evaluation_and_checkpoints_of_spread_parameters(tmp_path: Path) -> None:
     model, tx, one = model_of("llama", tied=True), optax.adamw(1e-3), make_mesh()
     batch = layouts.make_batch(BATCH, 0)

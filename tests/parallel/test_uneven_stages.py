@@ -13,7 +13,7 @@ import pipelines
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from levels import levels
+from levels import levels, others_slow
 from pipelines import Case
 
 from jaxdist.collectives import to_varying
@@ -183,6 +183,7 @@ def test_rows_without_a_block_are_passed_over(choose: Callable[..., Any]) -> Non
             assert not got[1][stage][~held].any() and not got[3][stage][~held].any()
 
 
+@pytest.mark.slow
 def test_rows_and_numbers() -> None:
     """By hand: two stages of two chunks. Numbers are those of the model, which dropout keys fold."""
     order = order_of_blocks(6, stages=2, chunks=2, blocks=(1, 2, 1, 2))
@@ -219,7 +220,7 @@ def test_parameters_are_counted_without_rows_that_hold_none() -> None:
 OPTIMIZERS = ("adamw", "sgd", "lion", "muon", "adafactor")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", others_slow(OPTIMIZERS, "adamw"))
 def test_what_optimizers_do_to_zeros(name: str) -> None:
     """Zeros stay zeros, and blocks train as without them."""
     order = order_of_blocks(3, stages=2, blocks=(1, 2))

@@ -15,7 +15,7 @@ import oracle
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from levels import levels
+from levels import levels, others_slow
 
 import jaxdist
 from jaxdist import init_state, make_mesh, make_train_step, registry
@@ -65,11 +65,16 @@ SIZES = ({"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 8})
 WORK = ((1, "native"), (4, "native"), (4, "ring"))
 
 
+EVERYDAY = {(2, 2)}  # zero2 over fsdp=8
+
+
 def every_pair() -> list[Any]:
     """All of them; but for exhaustive runs a Latin square, so that each pair of choices occurs."""
     marks = {0: [], 1: pytest.mark.exhaustive, 2: pytest.mark.exhaustive}
     return [
-        pytest.param(strategy, sizes, *work, marks=marks[(i + j + k) % 3] or ([pytest.mark.slow] if i % 2 else []))
+        pytest.param(
+            strategy, sizes, *work, marks=marks[(i + j + k) % 3] or ([] if (i, j) in EVERYDAY else [pytest.mark.slow])
+        )
         for i, strategy in enumerate(STRATEGIES)
         for j, sizes in enumerate(SIZES)
         for k, work in enumerate(WORK)
@@ -157,6 +162,7 @@ def test_the_example_of_thirty_lines_runs() -> None:
     assert float(out[0].split()[1]) < 1.0  # from about log 4
 
 
+@pytest.mark.slow
 def test_rules_say_where_parameters_rest() -> None:
     params = {"w": jnp.ones((8, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(16), "c": jnp.ones(8)}
     mesh, tx = make_mesh(fsdp=4), optax.sgd(0.1)
@@ -206,7 +212,7 @@ def test_rules_that_make_no_sense(rules: Any, message: str) -> None:
         )
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", others_slow(["zero1", "zero2", "zero3"], "zero3"))
 def test_a_tree_named_like_a_model_is_none(strategy: str) -> None:
     params = {"embed": jnp.ones((8, 8)), "blocks": [{"w": jnp.ones((8, 8))}], "head": jnp.ones((8, 8))}
     mesh, tx = make_mesh(data=2, fsdp=2), optax.sgd(0.1)
@@ -226,8 +232,17 @@ def labels_loss(params: Any, batch: Any, keys: Any) -> Any:
     return (error**2).sum(), error.size
 
 
-@pytest.mark.parametrize("weight", ["constant", "mask"])
-@pytest.mark.parametrize(("strategy", "sizes", "microbatches"), [("ddp", {}, 1), ("zero3", {"data": 2, "fsdp": 2}, 2)])
+@pytest.mark.parametrize(
+    ("weight", "strategy", "sizes", "microbatches"),
+    levels(
+        (
+            (weight, *how)
+            for weight in ("constant", "mask")
+            for how in (("ddp", {}, 1), ("zero3", {"data": 2, "fsdp": 2}, 2))
+        ),
+        everyday=3,
+    ),
+)
 def test_gradients_do_not_shrink_with_an_input(weight: str, strategy: str, sizes: Any, microbatches: int) -> None:
     """Pure half precision without a loss scale: a seed that went by the pixels would lose the gradient of 8 labels."""
 
@@ -277,7 +292,8 @@ def test_the_seed_is_one_over_the_weight(weight: str, monkeypatch: pytest.Monkey
     assert seeds == [1 / 32 if rows else 1 / (32 * 64)]
 
 
-@pytest.mark.parametrize("policy", ["fp32", "O3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", others_slow(["fp32", "O3"], "fp32"))
 def test_a_leaf_that_is_not_read_changes_no_bit(policy: str) -> None:
     results, dtype = [], jnp.float16 if policy == "O3" else jnp.float32
     for more in ({}, {"unread": np.ones((32, 4096, 2), np.float32)}):

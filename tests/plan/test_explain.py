@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from levels import levels
+from levels import others_slow
 
 from jaxdist import make_train_step, registry, state_target
 from jaxdist.build import assemble
@@ -59,12 +59,16 @@ SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 BY_COMMAND = {"llama_8b_fsdp"}  # below
-DEAR = {"resnet101_h200"}  # blocks of its own, each traced: half a minute
+EVERYDAY = {"quickstart", "distill_quickstart"}  # the others are larger, or repeat their models
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in SHIPPED if name not in BY_COMMAND],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in EVERYDAY))
+        for name in SHIPPED
+        if name not in BY_COMMAND
+    ],
 )
 def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
     found = explain(load_config(ROOT / "configs" / f"{name}.yaml", planned=True)).ledger
@@ -72,6 +76,7 @@ def test_shipped_configurations_stay_in_their_budgets(name: str) -> None:
     assert over_budget(found, allowed) == [], f"scripts/explain.py --config configs/{name}.yaml --write-budget ..."
 
 
+@pytest.mark.slow
 def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "explain.py"), "--config", "configs/llama_8b_fsdp.yaml"]
     command += ["--budget", "configs/budgets/llama_8b_fsdp.json"]
@@ -117,7 +122,7 @@ def test_explain_answers_for_a_thousand_devices(tmp_path: Path) -> None:
     [
         (["mesh.data=-1"], "mesh.data: -1, but nothing says how many devices"),
         (["mesh.dta=2"], "mesh.dta: unknown key"),
-        (["--budget", "nowhere.json"], "--budget nowhere.json: not a budget"),
+        pytest.param(["--budget", "nowhere.json"], "--budget nowhere.json: not a budget", marks=pytest.mark.slow),
         (
             ["--timeline", "nowhere.png"],
             "parallel.schedule: 'accumulate' is no pipeline and has no timeline; these have",
@@ -185,7 +190,7 @@ def kept(*overrides: str, head: bool = True) -> dict[str, int]:
     return dict(totals)
 
 
-@pytest.mark.parametrize("strategy", levels(NAMES, everyday=3))
+@pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "zero3"))
 def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
     """And the last one its output, in fp32: in bf16 the head keeps a wide one. The embedding nothing. To the byte,
     whatever the number of blocks."""
@@ -204,7 +209,7 @@ def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
     ("option", "want"),
     [
         ("parallel.microbatches=4", {"activations": 4 * INPUT * 4 // 4}),
-        ("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}),
+        pytest.param("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}, marks=pytest.mark.slow),
         ("mesh.tensor=2", {"activations": 4 * INPUT * 4}),  # inputs of blocks are whole over tensor
         ("optimizer.freeze=[embed.*,blocks.*]", {}),
     ],
@@ -213,6 +218,7 @@ def test_with_full_remat_inputs_are_those_of_a_microbatch(option: str, want: dic
     assert kept("memory.remat=full", option, head=False) == want
 
 
+@pytest.mark.slow
 def test_with_full_remat_no_mask_of_dropout_is_kept() -> None:
     """It is made again: from a key for each row and block, 8 bytes."""
     more = sum(kept("memory.remat=full", "model.dropout=0.1", head=False).values()) - 4 * INPUT * 4
@@ -221,13 +227,15 @@ def test_with_full_remat_no_mask_of_dropout_is_kept() -> None:
     assert more >= 3 * ROWS * 4 * 32 * 32  # a mask of the scores of 4 heads: of the step, not of the batch
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "ddp"))
 def test_without_remat_everything_is_kept_of_one_microbatch(strategy: str) -> None:
     found = [kept(f"parallel.strategy={strategy}", f"parallel.microbatches={count}")["activations"] for count in (1, 2)]
     assert found[0] == 2 * found[1] > 20 * 4 * INPUT * 4
     assert found[0] == 2 * kept(f"parallel.strategy={strategy}", "mesh.data=4")["activations"]
 
 
+@pytest.mark.slow
 def test_copies_of_parameters_are_told_apart() -> None:
     """In bf16, which no parameter is stored in: a matrix product keeps its matrix, a norm its scale in fp32; a look-up
     keeps no table."""
@@ -347,6 +355,7 @@ def test_the_ledger_beside_what_is_compiled() -> None:
     assert "merged, dropped or repeated some of all_gather, reduce_scatter, ppermute" in text
 
 
+@pytest.mark.slow
 def test_a_compiled_bf16_program_sends_as_many_elements() -> None:
     """XLA:CPU widens bf16, so that bytes would not agree."""
     config = configured(*LLAMA, "parallel.strategy=zero2", "precision=bf16", "model.layers=2")

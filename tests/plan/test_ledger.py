@@ -12,7 +12,7 @@ import optax
 import pytest
 from batches import token_shapes
 from jax.sharding import NamedSharding
-from levels import levels
+from levels import levels, others_slow
 
 import jaxdist
 from jaxdist import make_mesh, make_train_step, registry, state_target
@@ -57,12 +57,18 @@ def unit_bytes(definition: Any) -> dict[str, int]:
     return units | {"table": size(definition.shapes["embed"]["tokens"])}
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("n", "microbatches"),
-    [(16, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 1), (2, 3), (2, 1)))],
+    ("n", "microbatches", "strategy", "tied"),
+    levels(
+        (
+            (*sizes, name, tied)
+            for sizes in ((16, 3), (16, 1), (2, 3), (2, 1))
+            for tied in (False, True)
+            for name in NAMES
+        ),
+        everyday=5,
+    ),
 )
-@pytest.mark.parametrize("strategy", NAMES)
 def test_wire_bytes_are_the_closed_forms(strategy: str, n: int, microbatches: int, tied: bool) -> None:
     definition = model(tied=tied)  # Llama: a GPT-2 block ends with a bias, which its backward pass does not read
     found = ledger_of(definition, strategy, fsdp=n, microbatches=microbatches, remat="full").total("op")
@@ -85,6 +91,7 @@ def test_wire_bytes_are_the_closed_forms(strategy: str, n: int, microbatches: in
     assert found == pytest.approx(want, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_never(microbatches: int) -> None:
     definition, n = model(), 16
@@ -102,7 +109,8 @@ def test_prefetching_gathers_two_blocks_and_the_head_once_and_the_embedding_neve
     assert found == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize(("strategy", "prefetch"), levels(itertools.product(("ddp", "zero3"), (0, 1)), everyday=3))
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "prefetch"), levels(itertools.product(("ddp", "zero3"), (0, 1)), everyday=4))
 def test_sums_in_the_backward_pass_send_what_sums_at_the_end_send(strategy: str, prefetch: int) -> None:
     early = jaxdist.GradSync(bucket_mb=1e-6)
     sizes = {"data": 4} if strategy == "ddp" else {"data": 4, "fsdp": 2}
@@ -117,7 +125,7 @@ def test_sums_in_the_backward_pass_send_what_sums_at_the_end_send(strategy: str,
     assert beside == any(each.purpose == "gradients of blocks" for each in late.collectives)
 
 
-@pytest.mark.parametrize("strategy", [name for name in NAMES if name != "ddp"])
+@pytest.mark.parametrize("strategy", others_slow([name for name in NAMES if name != "ddp"], "zero3"))
 def test_hybrid_sharding_adds_an_all_reduce_of_shards(strategy: str) -> None:
     definition, f, d = model(), 4, 8
     found = ledger_of(definition, strategy, fsdp=f, data=d)
@@ -130,8 +138,9 @@ def test_hybrid_sharding_adds_an_all_reduce_of_shards(strategy: str) -> None:
     assert found.total("axes")[("fsdp",)] == alone[("fsdp",)] - loss
 
 
-@pytest.mark.parametrize(("remat", "of_a_block"), [("none", 4), ("full", 5)])
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize(
+    ("remat", "of_a_block", "t"), levels([("none", 4, 2), ("none", 4, 4), ("full", 5, 2), ("full", 5, 4)], everyday=3)
+)
 def test_tensor_parallelism_sums_activations(t: int, remat: str, of_a_block: int) -> None:
     """Four all-reduces of activations a block, one more where the forward pass runs again; embedding and head: one of
     activations forward, one backward, and three of a number a token for the loss."""
@@ -154,9 +163,11 @@ NEW_COMPILER = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.
         *levels((name, {}) for name in NAMES),
         # The compiler must not move gathers out of the loop over microbatches, and merge none of those ahead.
         pytest.param("zero3", {"microbatches": 2}, marks=pytest.mark.slow),
-        ("zero3", {"prefetch": 1, "remat": "full"}),
+        pytest.param("zero3", {"prefetch": 1, "remat": "full"}, marks=pytest.mark.slow),
         *(
-            pytest.param("zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=NEW_COMPILER)
+            pytest.param(
+                "zero3", {"style": "gpt2", "prefetch": prefetch, "remat": remat}, marks=[NEW_COMPILER, pytest.mark.slow]
+            )
             for prefetch, remat in ((0, "full"), (1, "none"))
         ),
         pytest.param("ddp", {"prefetch": 1, "grad_sync": jaxdist.GradSync(bucket_mb=1e-3)}, marks=pytest.mark.slow),
@@ -187,6 +198,7 @@ def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> 
     assert {each.op for each in added} <= {"psum"} and sum(each.wire_bytes for each in added) < 500
 
 
+@pytest.mark.slow
 def test_what_the_compiler_adds_is_told_apart() -> None:
     mesh, tx, definition = make_mesh(fsdp=4), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), model()
     state = state_target(definition, tx, mesh, strategy="zero3")
@@ -238,7 +250,7 @@ def line_with(module: Any, text: str) -> str:
             ("zero3", {"pipe": 2, "schedule": "gpipe", "microbatches": 2}),
             ("zero3", {"pipe": 2, "schedule": "one_f_one_b", "microbatches": 4, "remat": "full"}),
         ],
-        everyday=3,
+        everyday=6,
     ),
     ids=str,
 )
@@ -316,6 +328,7 @@ def test_a_loop_of_unknown_length_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         ledger_of(model(), "ddp", tensor=2)
 
 
+@pytest.mark.slow
 def test_state_of_a_large_model_is_twelve_bytes_a_parameter() -> None:
     """7.5 billion parameters on 64 devices, as in the ZeRO paper's figure 1 (theirs are in mixed precision)."""
     config = ModelConfig(style="gpt2", layers=36, width=4096, heads=32, vocab=50304)
@@ -330,6 +343,7 @@ def test_state_of_a_large_model_is_twelve_bytes_a_parameter() -> None:
         assert sum(row.bytes_per_device for row in moments if row.shape) == 8 * count // shards
 
 
+@pytest.mark.slow
 def test_the_table_is_what_devices_hold() -> None:
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.sgd(0.1)
     state = jaxdist.init_state(model("gpt2"), tx, mesh, strategy="zero3")

@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "tiny")) for name in CASES])
 def test_the_estimate_is_near_what_is_compiled(case: str) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", CASES[case], planned=True)
@@ -131,6 +132,7 @@ def test_the_table_says_what_is_not_in_it() -> None:
     assert f"{MEASURED[0]:.2f} to {MEASURED[-1]:.2f} times the estimate" in text
 
 
+@pytest.mark.slow
 def test_a_loss_holds_at_least_what_it_keeps_for_the_backward_pass() -> None:
     """Its arrays are not taken to be computed again from the other pass; and no figure of GPTs stands beside it."""
     wide = ("model.blocks=[2]", "model.image_size=16", "mesh.fsdp=1")

@@ -12,7 +12,7 @@ import optax
 import pytest
 from batches import token_shapes
 from jax.sharding import NamedSharding, PartitionSpec
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import make_mesh, make_train_step, registry, state_target
 from jaxdist.collectives import psum, to_varying
@@ -80,7 +80,7 @@ def unit_bytes(definition: Any, *names: str) -> int:
             for sizes in ((2, 1), (2, 6), (4, 2), (4, 8))
             for tied in (False, True)
         ),
-        everyday=9,
+        everyday=24,
     ),
 )
 def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, microbatches: int, tied: bool) -> None:
@@ -111,7 +111,7 @@ def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, mi
     )
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", others_slow(NAMES, "gpipe"))
 def test_a_microbatch_is_that_of_a_device_in_the_policys_type(schedule: str) -> None:
     found = ledger_of(schedule, strategy="zero3", pipe=2, data=2, fsdp=4, tensor=2, microbatches=3, precision="bf16")
     sends = [each for each in found.collectives if each.op == "ppermute"]
@@ -127,7 +127,8 @@ def test_a_microbatch_is_that_of_a_device_in_the_policys_type(schedule: str) -> 
     }
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", others_slow(NAMES, "one_f_one_b"))
 def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
     found = ledger_of(schedule, strategy="zero3", tied=True, pipe=2, fsdp=2, tensor=2, microbatches=4)
     once = [each for each in found.collectives if each.phase == "once a step"]
@@ -149,7 +150,8 @@ def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches", "chunks"), [(name, 4, 6, 1) for name in NAMES] + [("interleaved", 2, 4, 2)]
+    ("schedule", "stages", "microbatches", "chunks"),
+    others_slow([*((name, 4, 6, 1) for name in NAMES), ("interleaved", 2, 4, 2)], ("zero_bubble", 4, 6, 1)),
 )
 def test_what_stands_in_a_branch_is_counted_as_often_as_it_is_taken(
     schedule: str, stages: int, microbatches: int, chunks: int
@@ -189,6 +191,7 @@ def test_what_depends_on_data_counts_as_the_branch_that_sends_most() -> None:
     assert (each.calls, each.stages, each.at_most, each.conditional) == (2, (2,), 2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", levels(reversed(NAMES), everyday=4))
 def test_the_compiled_program_sends_as_much(schedule: str) -> None:
     mesh, tx, definition = make_mesh(pipe=4, data=2), optax.sgd(1e-3), model()
@@ -211,7 +214,8 @@ def configured(*overrides: str) -> Config:
     return load_config(ROOT / "configs" / "quickstart.yaml", [*usual, *overrides], planned=True)
 
 
-@pytest.mark.parametrize("schedule", levels(["gpipe", "one_f_one_b", "zero_bubble"], everyday=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", levels(["gpipe", "one_f_one_b", "zero_bubble"], everyday=3))
 def test_a_pipeline_lists_its_slots_and_buffers(schedule: str) -> None:
     """With full remat: inputs of blocks, for each microbatch in flight; what arrives from both sides; and, from B to W,
     more. To the byte, but for the keys of random numbers."""
@@ -231,11 +235,13 @@ def test_a_pipeline_lists_its_slots_and_buffers(schedule: str) -> None:
     assert "Kept for the backward passes of all microbatches that a stage has begun" in text
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_one_stage_has_its_slots() -> None:
     alone = explain(configured("parallel.schedule=gpipe", "mesh.pipe=1"))
     assert alone.activations and not [each for each in alone.ledger.collectives if each.op == "ppermute"]
 
 
+@pytest.mark.slow
 def test_a_timeline_is_that_of_the_configuration(tmp_path: Path) -> None:
     config = configured("parallel.schedule=one_f_one_b")
     ticks = configured_ticks(config)
@@ -256,6 +262,7 @@ def test_a_timeline_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert ticks.length == 8 + 2 * 512 - 2 and "stage 3" not in described(ticks, name="a")
 
 
+@pytest.mark.slow
 def test_a_microbatch_goes_round_once_a_chunk() -> None:
     config = configured("parallel.schedule=interleaved", "parallel.chunks=2", "mesh.pipe=2")
     ticks = configured_ticks(config)
@@ -279,6 +286,7 @@ def test_chunks_and_split_backward_passes_are_described() -> None:
     assert "bubble 11.1 %" in text and "F, B and W cost the same" in text and "what up to 6 B leave for W" in text
 
 
+@pytest.mark.slow
 def test_uneven_stages_are_described(tmp_path: Path) -> None:
     """The state to the byte, with the rows that hold no block; equal sizes as without."""
     uneven = configured("parallel.schedule=gpipe", "model.layers=6", "parallel.stages=[1,2,2,1]")
@@ -318,7 +326,8 @@ def test_a_schedule_of_somebody_elses_may_have_a_table() -> None:
     assert configured_ticks(configured("parallel.schedule=jaxdist.parallel.schedules.gpipe.gpipe")).length == 22
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", others_slow(["none", "full"], "full"))
 def test_an_embedding_is_not_computed_again(remat: str) -> None:
     """Its gradient needs neither the table nor the looked up rows: not in the ledger, not in the program that runs."""
     mesh, tx, definition = abstract_mesh(pipe=2, fsdp=2, tensor=2), optax.adamw(1e-3), model()

@@ -35,6 +35,7 @@ def run(*command: Any) -> str:
     return run_for(0, *command).stdout
 
 
+@pytest.mark.slow
 def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
     """Their tables and titles, not their pixels: matplotlib may draw differently."""
     run(ROOT / "scripts" / "docs" / "draw_pipelines.py", tmp_path)
@@ -73,6 +74,7 @@ def test_the_page_has_the_figures_of_the_tables() -> None:
     assert shown[2:] == want, "\n".join(want)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     [shown] = [text for _, text in FENCES if text.startswith("$ python scripts/explain.py")]
     command, *lines = shown.splitlines()

@@ -106,6 +106,7 @@ def test_what_is_offered() -> None:
             configured(*overrides, *text.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("faked")
 def test_ranked_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured("data.global_batch=2")
@@ -178,6 +179,7 @@ def fails(text: str) -> Any:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("faked")
 def test_a_run_without_memory_says_what_would_help(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -191,6 +193,7 @@ def test_a_run_without_memory_says_what_would_help(
     assert "Traceback" not in said and "more lines" not in said
 
 
+@pytest.mark.slow
 def test_where_nothing_compiles_the_command_is_said(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

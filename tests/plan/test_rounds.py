@@ -175,6 +175,7 @@ def test_a_picture_holds_its_messages_and_is_the_same_twice() -> None:
     assert "<title>a &lt; b</title>" in pictures[0]
 
 
+@pytest.mark.slow
 def test_the_pictures_are_those_of_the_code(tmp_path: Path) -> None:
     """Their messages, not their pixels: matplotlib may draw differently."""
     script = ROOT / "scripts" / "docs" / "draw_collectives.py"
@@ -253,6 +254,7 @@ def test_the_page_names_public_functions() -> None:
     assert {*OPERATIONS, "send_recv"} <= set(named) <= {*collectives.__all__}
 
 
+@pytest.mark.slow
 def test_the_programs_on_the_page_run() -> None:
     """All of them one after the other, as one program; the first is the example file."""
     example = (ROOT / "docs" / "examples" / "collectives.py").read_text(encoding="utf-8")

@@ -190,7 +190,9 @@ def test_text() -> None:
     ]
 
 
-@pytest.mark.parametrize("ticks", [interleaved.table(2, 4, 2), zero_bubble.table(3, 5)])
+@pytest.mark.parametrize(
+    "ticks", [interleaved.table(2, 4, 2), pytest.param(zero_bubble.table(3, 5), marks=pytest.mark.slow)]
+)
 def test_a_picture_has_a_bar_for_every_piece_of_work(ticks: Ticks, tmp_path: Path) -> None:
     for name in ("a", "b"):
         draw_timeline(ticks, tmp_path / f"{name}.svg", name="a < b")

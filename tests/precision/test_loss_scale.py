@@ -165,6 +165,7 @@ def test_what_int8_sums_carry_does_not_move_with_the_scale() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_on_gpus_a_choice_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled for them, here on a CPU: a step that is not finite changes no bit; a condition is not in it."""
     monkeypatch.setattr("jaxdist.step.on_cpu", lambda mesh: False)
@@ -264,6 +265,7 @@ def spoil(patch: pytest.MonkeyPatch, bad: tuple[int, ...], *, read: list[int] | 
     patch.setattr(Loader, "batch", batch)
 
 
+@pytest.mark.slow
 def test_a_run_skips(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ import oracle
 import pytest
 from batches import random_tokens
 from jaxprs import equations, floats
-from levels import levels
+from levels import levels, others_slow
 
 from jaxdist import registry
 from jaxdist.config.schema import ModelConfig
@@ -164,6 +164,7 @@ def test_a_step_is_what_the_table_says(name: str) -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_the_ledger_reads_a_step_of_o1_like_one_of_fp32() -> None:
     """Names and source lines survive that operations are evaluated anew."""
     model, mesh, tx = gpt(GPT2, max_length=8), make_mesh(fsdp=2, tensor=2), optax.sgd(0.1)
@@ -184,7 +185,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "axes", "options"), LAYOUTS)
+@pytest.mark.parametrize(("strategy", "axes", "options"), others_slow(LAYOUTS, *LAYOUTS[-2:]))
 def test_every_layout_keeps_what_the_patterns_name(strategy: str, axes: Any, options: Any) -> None:
     seen: dict[str, str] = {}
     trace(POLICIES["O2"]._replace(keep_fp32=("head.*", "*.bias")), strategy, seen=seen, **axes, **options)
@@ -236,7 +237,7 @@ def foreign_params() -> Any:
     return {"w": draw(6, 8), "stack": draw(3, 8, 8), "LayerNorm_0": {"scale": np.ones(8, np.float32)}}
 
 
-@pytest.mark.parametrize(("name", "params"), [("O1", F32), ("O2", F16)])
+@pytest.mark.parametrize(("name", "params"), others_slow([("O1", F32), ("O2", F16)], ("O2", F16)))
 def test_a_users_loss_runs_in_the_policy(name: str, params: str) -> None:
     """Half precision has 11 bits: two products deep, losses and gradients agree with fp32's to a few times 2^-11."""
     data = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)

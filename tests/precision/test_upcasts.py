@@ -30,9 +30,14 @@ GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=4, vocab=32, dropout=
     ("config", "axes", "options"),
     [
         (LLAMA, {"fsdp": 2, "tensor": 2}, {"strategy": "zero3", "remat": "full", "prefetch": 1}),
-        (GPT2, {"data": 2, "tensor": 2}, {"remat": "dots"}),
+        pytest.param(GPT2, {"data": 2, "tensor": 2}, {"remat": "dots"}, marks=pytest.mark.slow),
         (GPT2, {"pipe": 2}, {"strategy": "zero1", "schedule": "zero_bubble", "microbatches": 2}),
-        (LLAMA, {"pipe": 2, "fsdp": 2}, {"strategy": "zero2", "schedule": "one_f_one_b", "microbatches": 2}),
+        pytest.param(
+            LLAMA,
+            {"pipe": 2, "fsdp": 2},
+            {"strategy": "zero2", "schedule": "one_f_one_b", "microbatches": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["llama-zero3", "gpt2-dots", "gpt2-zero_bubble", "llama-zero2"],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from levels import others_slow
 from saved_runs import NEEDS, bits, config_of, random_params, save_run
 
 from jaxdist.build import Parts, assemble, forward_only
@@ -72,7 +73,7 @@ def started(config: Config, said: list[str] | None = None) -> tuple[Parts, Any, 
 
 @NEEDS
 @pytest.mark.parametrize("kind", ["run", "hf"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, "uneven stages"))
 def test_the_same_bits_in_every_layout(layout: str, kind: str, origin: Path) -> None:
     parts = parts_of(layout)
     with open_pretrained(origin / kind) as found:
@@ -86,8 +87,9 @@ def test_the_same_bits_in_every_layout(layout: str, kind: str, origin: Path) -> 
         assert leaves_by_name(loaded)[name].sharding == leaf.sharding, name
 
 
+@pytest.mark.slow
 @NEEDS
-@pytest.mark.parametrize("kind", ["run", "hf"])
+@pytest.mark.parametrize("kind", others_slow(["run", "hf"], "hf"))
 def test_other_sizes(kind: str, origin: Path) -> None:
     said, whole = list[str](), leaves_by_name(random_params(gpt2()))
     config = replace(gpt2(), init=InitConfig(str(origin / kind)))
@@ -109,6 +111,7 @@ def test_other_sizes(kind: str, origin: Path) -> None:
     assert said[-1].endswith("the vocabulary has 258 rows there, 2 were added: the mean of the others")
 
 
+@pytest.mark.slow
 def test_what_may_differ_starts_as_in_a_new_run(origin: Path) -> None:
     said = list[str]()
     init = InitConfig(str(origin / "run"), partial=("embed.tokens.*", "head.*", "model.norm_eps"))

@@ -17,6 +17,7 @@ from typing import Any
 import child
 import pytest
 import strangers
+from levels import others_slow
 
 from jaxdist.errors import UserError
 from jaxdist.runtime.join import join as joining
@@ -509,7 +510,7 @@ def start(environ: Environ, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "own", "detected"])
+@pytest.mark.parametrize("host", others_slow(["127.0.0.1", "own", "detected"], "detected"))
 def test_only_the_chosen_address_listens(host: str, tmp_path: Path) -> None:
     """Of a job by a file, and of one that JAX has to find out, as that of an old Open MPI. Gloo chooses for itself: the
     address of the host's name."""
@@ -538,7 +539,13 @@ def test_only_the_chosen_address_listens(host: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [SLURM, SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_JOB_ID": "none", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}],
+    others_slow(
+        [
+            SLURM,
+            SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_JOB_ID": "none", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+        ],
+        SLURM,
+    ),
 )
 def test_a_launcher_that_tells_too_little(environ: Environ, tmp_path: Path) -> None:
     job = start(environ, tmp_path)

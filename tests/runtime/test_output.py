@@ -16,6 +16,7 @@ from typing import Any
 
 import child
 import pytest
+from jobs import wait_until
 
 from jaxdist.runtime import output
 from jaxdist.runtime.output import LastingFile, without_gloo
@@ -126,10 +127,7 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def until_asked(signals: StopSignal, step: int) -> None:
-    deadline = time.monotonic() + 5
-    while not signals.requested(step):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: signals.requested(step))
 
 
 @pytest.mark.parametrize("first", ["reader", "signal"])
@@ -143,7 +141,7 @@ def test_a_reader_that_goes_with_ctrl_c_is_no_second_signal(stop: Any, first: st
     time.sleep(0.1)
     assert stop.left == []
     signal.raise_signal(signal.SIGINT)
-    time.sleep(0.1)
+    wait_until(lambda: stop.left)
     assert stop.left == ["ended at once by a second signal, SIGINT"]
 
 
@@ -175,6 +173,7 @@ def test_a_program_that_a_run_starts_heeds_ctrl_c(stop: Any) -> None:
     assert done.returncode == -signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_stays_of_a_run_that_is_over() -> None:
     with StopSignal() as made:
@@ -189,7 +188,7 @@ def test_nothing_stays_of_a_run_that_is_over() -> None:
 
 def test_without_a_reader_before_the_first_step(stop: Any) -> None:
     stop.signals.reader_gone()
-    time.sleep(0.1)
+    wait_until(lambda: stop.left)
     assert stop.left == ["ended by a closed standard output before the first step"]
 
 

@@ -18,6 +18,7 @@ import pytest
 from faulty import flip
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from levels import others_slow
 from strangers import TOKEN, admitted, attack, silent, while_polling
 
 import jaxdist.trainer.train
@@ -502,6 +503,7 @@ TEXT = Source(np.zeros(100, np.uint8), np.zeros(100, np.uint8), 256, {"sha256": 
 TINY = ("model.layers=2", "model.width=16", "model.heads=2", "data.seq_len=16", "data.global_batch=8")
 
 
+@pytest.mark.slow
 def test_facts(tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text("mesh: {data: 2, fsdp: 2, tensor: 2}\nparallel: {strategy: zero3}\n")
 
@@ -521,6 +523,7 @@ def test_facts(tmp_path: Any) -> None:
     assert differ == {"optimizer.b1", "program of a step (SHA-256)"}
 
 
+@pytest.mark.slow
 def test_lowering_for_the_preflight_is_not_done_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text("mesh: {data: 2, fsdp: 2, tensor: 2}\nparallel: {strategy: zero3}\n")
     config = load_config(tmp_path / "a.yaml", TINY)
@@ -576,7 +579,8 @@ def test_odd_replica() -> None:
     assert odd_ones(table, names, specs, shape) == [("a", (1, 3, 5, 7), False, 4)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "zero3"))
 def test_a_flipped_bit_is_found_on_its_device(tmp_path: Any, strategy: str) -> None:
     (tmp_path / "a.yaml").write_text("mesh: {data: 4, fsdp: 2}\nparallel: {min_shard_bytes: 0}\n")
     config = load_config(tmp_path / "a.yaml", [*TINY, f"parallel.strategy={strategy}"])
@@ -605,6 +609,7 @@ def tiny(tmp_path: Path) -> Callable[..., Config]:
     return lambda *more: load_config(tmp_path / "a.yaml", [*options, *more])
 
 
+@pytest.mark.slow
 def test_what_an_exception_closes_takes_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Callable[..., Config]
 ) -> None:

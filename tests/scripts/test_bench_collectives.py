@@ -36,6 +36,7 @@ def table(printed: str) -> list[str]:
     return lines[next(i for i, line in enumerate(lines) if line.split()[:2] == ["bytes", "algorithm"]) + 1 :]
 
 
+@pytest.mark.slow
 def test_simulated_devices(tmp_path: Path) -> None:
     options = ("--algorithms", "ring,tree,auto", "--bytes", "64,1kb", "--rounds", "2", "--platform", "cpu")
     found = bench(tmp_path, "--mesh", "2x2", *options, "--plot", str(tmp_path / "out.svg"))
@@ -52,6 +53,7 @@ def test_simulated_devices(tmp_path: Path) -> None:
     assert "</svg>" in (tmp_path / "out.svg").read_text()
 
 
+@pytest.mark.slow
 def test_sizes_are_made_divisible(tmp_path: Path) -> None:
     options = ("--operation", "reduce_scatter", "--algorithms", "native", "--bytes", "1kb:4kb", "--rounds", "1")
     found = bench(tmp_path, "--devices", "3", *options, "--platform", "cpu")

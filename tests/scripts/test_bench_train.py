@@ -127,6 +127,7 @@ def test_fp32_is_multiplied_as_fp32() -> None:
         jax.config.update(key, before)
 
 
+@pytest.mark.slow
 def test_ids_follow_a_rule_with_noise() -> None:
     batch = make_task(SIZES["toy"], gpu=False, precision="fp32").batches[0]
     assert (batch["inputs"][:, 1:] == batch["targets"][:, :-1]).all()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from levels import others_slow
 
 from jaxdist.checkpoint.checksums import CHECKSUMS, check_files, seal
 from jaxdist.cli.work.checkpoint import checkpoint_command
@@ -155,7 +156,7 @@ HARMLESS = ("handlers of other names",)  # nobody reads them
 
 
 @pytest.mark.filterwarnings("ignore")  # of orbax, about what it finds
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", others_slow(ATTACKS, *(name for name in ATTACKS if name not in HARMLESS)))
 def test_a_run_directory_from_elsewhere(
     attack: str, origin: Path, outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

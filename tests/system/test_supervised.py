@@ -225,6 +225,7 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(asked: str, folder: P
     assert not list((folder / "run" / "logs").glob("stopped*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second",
     [(), pytest.param(("--rank", "0"), marks=pytest.mark.slow), pytest.param(("--rank", "2"), marks=pytest.mark.slow)],

@@ -25,6 +25,7 @@ def configuration(folder: Path) -> Path:
     return folder / "run.yaml"
 
 
+@pytest.mark.slow
 def test_figures_of_a_step(tmp_path: Path) -> None:
     config = load_config(configuration(tmp_path))
     timing, planned = time_step("zero2", config, 3), explain(config)

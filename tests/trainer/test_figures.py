@@ -75,6 +75,7 @@ def same_tokens(found: Path, wanted: Path) -> None:
         np.testing.assert_allclose(load, whole[step], atol=0.1)  # a token is 1
 
 
+@pytest.mark.slow
 def test_arrays_stand_where_the_loop_waits(finished: Path) -> None:
     """Numbers in every line; arrays in those with an evaluation or a checkpoint, whose last is that of the session."""
     lines = read_metrics(finished / "metrics.jsonl")
@@ -86,6 +87,7 @@ def test_arrays_stand_where_the_loop_waits(finished: Path) -> None:
         assert load.max() * TOKEN == pytest.approx(lines[step - 1]["experts/max_load"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_them_again(
     finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_resumed_run_writes_them_again(
     same_tokens(tmp_path / "run", finished)
 
 
+@pytest.mark.slow
 def test_the_report_and_the_console_tell_of_them(
     finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +120,7 @@ def test_the_report_and_the_console_tell_of_them(
 PIPE = ("mesh.pipe=2", "parallel.microbatches=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

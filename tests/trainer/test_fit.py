@@ -27,6 +27,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim.ema import ema_of, with_ema
 from jaxdist.runtime.run_folder import new_run_directory
+from jaxdist.runtime.watch.stop import StopSignal
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.train_step import TrainStep
 from jaxdist.trainer.evaluation import Ending
@@ -224,17 +225,20 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "kind", [*list(KINDS)[:1], *[pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:]]]
 )
 def test_a_stopped_run_goes_on_to_the_bit(
-    kind: str, bare: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, bare: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By SIGTERM, over the end of an epoch of 4 batches."""
+    heard, receive = threading.Event(), StopSignal._receive
+    monkeypatch.setattr(StopSignal, "_receive", lambda self, name: (receive(self, name), heard.set()))
 
     def ask(step: int, metrics: Any) -> None:
-        if step == 3:
+        if step == 3:  # step 4 is under way
             signal.raise_signal(signal.SIGTERM)  # os.kill may reach another thread, and this one later
+            assert heard.wait(60), "a thread hears it, and the run would be over before that"
 
     done = fit(KINDS[kind](batches(4)), tmp_path, callbacks=[ask])
     stopped = int(done.state.step)
-    assert (done.stopped, done.exit_status) == ("SIGTERM", 75) and 4 <= stopped < STEPS
+    assert (done.stopped, done.exit_status, stopped) == ("SIGTERM", 75, 4)
     assert f"stopped after step {stopped} by SIGTERM; the same call with run_dir={tmp_path} " in capsys.readouterr().out
     told: Metrics = []
     data = KINDS[kind](batches(4))
@@ -322,6 +326,7 @@ class Net(nnx.Module):
         return self.out(self.dropout(self.norm(x)))[:, 0]
 
 
+@pytest.mark.slow
 def test_a_module(tmp_path: Path) -> None:
     """Its parameters and state are its loss's; evaluations are in evaluation mode."""
 
@@ -577,6 +582,7 @@ def test_the_mesh_by_default(strategy: str, tmp_path: Path) -> None:
     assert done.state.params["w"].sharding.shard_shape((8, 4)) == {"ddp": (8, 4), "zero3": (1, 4)}[strategy]
 
 
+@pytest.mark.slow
 def test_data_that_end_too_early(tmp_path: Path) -> None:
     """The steps that were taken are recorded, told and saved, and the run goes on with better data."""
     told: Metrics = []

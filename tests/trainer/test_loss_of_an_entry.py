@@ -86,6 +86,7 @@ def test_what_needs_logits_or_shapes_is_one_line(file: Path) -> None:
         build(config, file.parent / "run", stack, Watch(), text_sampler)
 
 
+@pytest.mark.slow
 def test_a_resnet_is_explained() -> None:
     """With the gather of each sharded kernel, and the sums of batch statistics in either pass."""
     found = explain(load_config(ROOT / "configs" / "resnet_digits.yaml", planned=True))

@@ -81,6 +81,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(run: Run, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused in one line and changes nothing, not even what the first one's save has begun."""
     monkeypatch.setattr(run_claim, "OWNER_LEAVES_S", 0.1)
@@ -100,6 +101,7 @@ def test_two_runs_in_one_directory(run: Run, copy: Path, monkeypatch: pytest.Mon
     assert len(losses(copy)) == 6 and not (copy / run_claim.LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_copy_of_hard_links(run: Run, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the copy's run writes, appends and cuts stays out of the original; so do its checkpoints. Its metrics have
     a bad line, which makes it write an incident, too."""
@@ -120,6 +122,7 @@ def test_a_copy_of_hard_links(run: Run, finished: Path, tmp_path: Path, capsys: 
 
 
 # Writes still under way when orbax gives up report to an event loop that is closed.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("every", [0, pytest.param(2, id="saving", marks=pytest.mark.slow)])
 def test_a_directory_that_is_moved_while_it_runs(
@@ -146,6 +149,7 @@ def test_a_directory_that_is_moved_while_it_runs(
     assert losses(new) == losses(finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("another", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_directory_that_is_removed_while_it_runs(
     run: Run, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
@@ -264,6 +268,7 @@ def test_checkpoints_of_a_newer_format(run: Run, copy: Path) -> None:
     assert [line.split(maxsplit=6)[-1] for line in listing(copy)[1:]] == ["complete", "of format 2, a later version's"]
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written(run: Run, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder is in its place: a line says so, and the run is complete all the same."""
     (copy / "report.html").unlink(missing_ok=True)

@@ -127,6 +127,7 @@ def test_metrics_of_a_run(finished: Path) -> None:
     assert records[5]["eval/bits_per_byte"] == pytest.approx(records[5]["eval/loss"] / np.log(2))
 
 
+@pytest.mark.slow
 def test_finished_run_is_left_as_it_is(finished: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
     monkeypatch.setattr(TrainStep, "__call__", lambda *_: pytest.fail("a finished run was trained further"))
@@ -149,6 +150,7 @@ def test_resume_in_another_layout(
     np.testing.assert_allclose(losses(tmp_path), losses(finished), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", pytest.param("rich", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lost", [pytest.param("no room", marks=pytest.mark.slow), "no reader"])
 def test_no_console_ends_a_run(

@@ -83,6 +83,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 LAYOUTS = [(strategy, *shape, 2) for shape in SHAPES for strategy in STRATEGIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "data", "fsdp", "depth"),
     [pytest.param("zero3", 2, 2, 1), *levels(LAYOUTS, slow=36, common=9)],
@@ -129,6 +130,7 @@ def on_one_device() -> list[float]:
 LARGER = [(strategy, sizes) for strategy in ("ddp", "zero3") for sizes in ({"data": 2}, {"fsdp": 4}, {"data": 8})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes"), [("zero3", {"data": 2, "fsdp": 2}), *levels(LARGER, slow=2, common=1)], ids=str
 )
@@ -137,6 +139,7 @@ def test_dropout_of_each_sample_is_the_same_in_every_layout(strategy: str, sizes
     np.testing.assert_allclose(losses_of(loss, sizes, strategy), on_one_device(), rtol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_sample", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stored_streams_are_reseeded_at_every_step(per_sample: bool) -> None:
     """Parameters stay, and so does the batch: what differs are masks."""
@@ -159,7 +162,9 @@ TOGETHER = [(case, False) for case in SUMS] + [("nnx", True), ("linen", True)]
 PER_SAMPLE = [(case, True) for case in SUMS if (case, True) not in TOGETHER]
 
 
-@pytest.mark.parametrize(("case", "per_sample"), [*TOGETHER, *levels(PER_SAMPLE, slow=2, common=1)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "per_sample"), [*levels(TOGETHER, everyday=3), *levels(PER_SAMPLE, slow=2, common=1)], ids=str
+)
 def test_batch_norm_sums_over_devices(case: str, per_sample: bool) -> None:
     make, sums = SUMS[case]
     found = jaxdist.ledger(*traced(make(per_sample=per_sample))).collectives

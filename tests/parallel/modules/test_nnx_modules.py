@@ -17,6 +17,7 @@ from own_modules import called, nnx_of, squared, trained, with_layer
 import jaxdist
 
 
+@pytest.mark.slow
 def test_a_module_is_given_back_and_evaluated_by_its_running_statistics() -> None:
     model, mesh, x = with_layer(nnx.BatchNorm), jaxdist.make_mesh(fsdp=2), np.eye(4, dtype=np.float32)
     loss = jaxdist.nnx_loss(model, squared)
