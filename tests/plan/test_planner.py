@@ -208,6 +208,21 @@ def test_nothing_fits() -> None:
         plan_layout(tiny(), cluster(memory=300e3), basis="", traced=0, compiled=0, known=KNOWN)
 
 
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        (["model={name: resnet}"], "plan: model.name 'resnet' is a loss, one unit"),
+        (["parallel.local.every=2", "mesh.data=2"], "plan: parallel.local.every is set"),
+    ],
+)
+def test_what_is_not_predicted(overrides: list[str], said: str) -> None:
+    config = (
+        load_config(ROOT / "configs" / "resnet_digits.yaml", planned=True) if "resnet" in said else tiny(*overrides)
+    )
+    with pytest.raises(UserError, match=said):
+        plan_layout(config, cluster(), basis="", traced=0, compiled=0)
+
+
 def test_less_memory_turns_the_choice() -> None:
     """What fits by being computed again wins only where the rest does not fit."""
     found = search(tiny(), cluster(), KNOWN)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from jaxdist.config.entries import ModelFacts
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -71,6 +72,7 @@ def plan_layout(
 
     Raises `UserError` if no layout is allowed, or none fits.
     """
+    _check_plannable(config)
     known = known or Known()
     found = search(config, cluster, known, progress=progress)
     notes = list[str]()
@@ -93,6 +95,18 @@ def plan_layout(
     progress("what would have to be true for another layout to win")
     argued = None if asked is None else argue(config, asked, cluster, tie, known)
     return LayoutPlan(config, found, tie, others(found, tie), turns(config, found, tie, known), notes, basis, argued)
+
+
+def _check_plannable(config: Config) -> None:
+    """Raise `UserError` for a step whose parts are not known without tracing it."""
+    if ModelFacts.of(config.model.name).user_loss:
+        raise UserError(
+            f"plan: model.name {config.model.name!r} is a loss, one unit whose work is not known by blocks; allowed: a"
+            " model with blocks, such as gpt; or compare layouts with jaxdist bench and jaxdist explain --remedies"
+        )
+    for key, on in (("distill.teacher", config.distill.on), ("parallel.local.every", config.parallel.local.on)):
+        if on:
+            raise UserError(f"plan: {key} is set, and its part of a step is not predicted; plan without it")
 
 
 def by_seconds(candidates: Iterable[Predicted]) -> list[Predicted]:
