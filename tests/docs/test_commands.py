@@ -96,6 +96,10 @@ NOT_RUN = {
         ("docs/ray.md", "jaxdist launch --ray"),
     ],
     "it takes minutes": [
+        ("docs/planner.md", "jaxdist plan llama_7b_h200"),
+        ("docs/planner.md", "jaxdist plan my.yaml"),
+        ("docs/planner.md", "jaxdist train plan/plan.yaml"),
+        ("docs/planner.md", "jaxdist launch -n 2 -- jaxdist calibrate"),
         ("docs/verify.md", "jaxdist verify quickstart"),
         ("docs/bert.md", "python scripts/train.py --config configs/bert_stdlib.yaml"),
         ("docs/distillation.md", "jaxdist train distill_quickstart model.width=128"),

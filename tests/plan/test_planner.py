@@ -118,11 +118,25 @@ def test_seconds_by_hand() -> None:
     assert busy.computing > 1e3 and busy.waiting[("data",)] == pytest.approx(0.05 * 7.0)
 
 
+def test_latency_counts_once_for_what_is_combined() -> None:
+    """Of two kernels' gradients that travel together, not of two activations, which wait for each other."""
+    config, slow = tiny("mesh.data=2"), cluster(inside=Link(0.5, 1.0), flops=math.inf, bandwidth=math.inf, hidden={})
+    one = Transfer("psum", ("data",), 2, 3.0, (2,), "backward", "gradients")
+    other = one._replace(wire_bytes=5.0, calls=(1,))
+    found = [
+        seconds_of(config, slow, [each._replace(what=what) for each in (one, other)], (0, 0), KNOWN).waiting[("data",)]
+        for what in ("gradients", "activations")
+    ]
+    assert found == [pytest.approx(2 * 3 + 5 + 2 * 2 * 0.5), pytest.approx(2 * 3 + 5 + 3 * 2 * 0.5)]
+
+
 def test_a_pipeline_waits_for_its_bubble() -> None:
     """Of 1F1B with S stages and M microbatches whose F, B and W take the same: (S - 1) / M."""
     pipe = ("mesh={pipe: 2}", "parallel.schedule=one_f_one_b", "parallel.microbatches=2")
     found = seconds_of(tiny(*pipe), cluster(), [], (0, 0), KNOWN)
     assert found.bubble == pytest.approx(found.computing / 2)
+    lent = seconds_of(tiny(*pipe), cluster(bubble=0.5), [], (0, 0), KNOWN)
+    assert lent.bubble == pytest.approx(found.bubble / 2)
 
 
 def test_splits_are_all_sizes_with_that_product() -> None:

@@ -60,7 +60,7 @@ def seconds_of(
     """
     sizes, parallel = asdict(config.mesh), config.parallel
     work, passes = computing_of(config, cluster, known)
-    bubble = work * bubble_of(config, passes, known)
+    bubble = cluster.bubble * work * bubble_of(config, passes, known)
     waiting, between = _waiting(sent, config, cluster, work + bubble)
     parameters, optimizer = state
     moved = _PARAMETER_PASSES * parameters + _STATE_PASSES * optimizer
@@ -153,15 +153,21 @@ def _waiting(
     """({axes: seconds that computation waits}, how much of it for links between hosts), of the busiest stage."""
     sizes, given = asdict(config.mesh), list(sent)
     links = [cluster.link(each.axes, sizes) for each in given]
-    once = [
-        rounds(each.op, each.group_size) * link.latency_s + each.wire_bytes / link.bytes_per_s
-        for each, (link, _) in zip(given, links, strict=True)
-    ]
 
     def took(stage: int) -> list[float]:
-        return [
-            seconds * each.calls[min(stage, len(each.calls) - 1)] for seconds, each in zip(once, given, strict=True)
-        ]
+        """Seconds of each on a stage. Of the parameters or gradients of a unit, which do not wait for each other, the
+        latency counts once: compilers combine them, or run them side by side."""
+        found, together = list[float](), dict[tuple[object, ...], float]()
+        for each, (link, _) in zip(given, links, strict=True):
+            calls = each.calls[min(stage, len(each.calls) - 1)]
+            latency = calls * rounds(each.op, each.group_size) * link.latency_s
+            if each.what in ("parameters", "gradients"):
+                key = (each.axes, each.phase, each.op)
+                before = together.get(key, 0.0)
+                together[key] = max(before, latency)
+                latency = together[key] - before
+            found.append(latency + calls * each.wire_bytes / link.bytes_per_s)
+        return found
 
     busiest = max(map(took, range(max((len(each.calls) for each in given), default=1))), key=sum)
     by_share: dict[tuple[tuple[str, ...], float], float] = {}
