@@ -18,6 +18,7 @@ from jaxdist.plan.closed.sent import rounds
 from jaxdist.plan.traced.ledger import wire_bytes
 
 _SMALL = 1024  # elements whose time is latency
+_CHAIN = 16  # small messages one after the other in a program: one alone would measure how a program is started
 _LONG_S = 0.05  # a message must take as long: shorter ones measure buffers and bursts of the link
 _MOST = 2**26  # elements: a link on which these take less than _LONG_S is measured by these
 _ABOVE = 1.15  # a rate that is so many times the declared one is no rate of the link
@@ -42,8 +43,10 @@ def measure_link(
     n, mesh = len(devices), Mesh(np.array(devices), ("ends",), axis_types=(AxisType.Auto,))
     sizes = {op: _long_enough(op, mesh, burst) for op in PROBED_OPS}
     progress(f"link of {n} devices: {', '.join(f'{op} {4 * size:,} bytes' for op, size in sizes.items())}")
-    programs = {(op, size): _program(op, size, mesh) for op in PROBED_OPS for size in (_SMALL, sizes[op])}
-    return fitted(by_turns(programs), n, declared=declared)
+    chains = {(op, _SMALL): _program(op, _SMALL, mesh, times=_CHAIN) for op in PROBED_OPS}
+    timed = by_turns(chains | {(op, sizes[op]): _program(op, sizes[op], mesh) for op in PROBED_OPS})
+    timed |= {key: timed[key]._replace(median=timed[key].median / _CHAIN) for key in chains}
+    return fitted(timed, n, declared=declared)
 
 
 def fitted(timed: dict[tuple[str, int], Timed], n: int, *, declared: float | None = None) -> MeasuredLink:
@@ -80,16 +83,23 @@ def _long_enough(op: str, mesh: Mesh, burst: int) -> int:
         size = min(_MOST, 2 ** int(np.ceil(np.log2(max(grown, least)))))
 
 
-def _program(op: str, size: int, mesh: Mesh) -> Callable[[], Any]:
+def _program(op: str, size: int, mesh: Mesh, *, times: int = 1) -> Callable[[], Any]:
+    """A collective of `size` elements a device; `times` of them, each of what the one before gave."""
     n = mesh.size
     size = -(-size // n) * n
     sharding = NamedSharding(mesh, P("ends"))
     x = jax.make_array_from_callback((n * size,), sharding, lambda index: np.ones((size,), np.float32))
 
+    def again(found: jax.Array) -> jax.Array:
+        """The result in the shape of the operand."""
+        if op == "reduce_scatter":
+            return jnp.tile(found, n)
+        return lax.pcast(found / n, "ends", to="varying") if op == "psum" else found[:size]
+
     def region(x: jax.Array) -> jax.Array:
-        found = PROBED_OPS[op](x, n)
-        return found[:1] if op != "psum" else lax.pcast(found[:1], "ends", to="varying")
+        for _ in range(times):
+            x = again(PROBED_OPS[op](x, n))
+        return x[:1]
 
     run = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=P("ends"), out_specs=P("ends")))
-    assert x.dtype == jnp.float32
     return lambda: run(x)

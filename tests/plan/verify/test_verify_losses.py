@@ -91,7 +91,7 @@ def test_a_precision_that_a_loss_narrows_is_said() -> None:
         ({"loss": lambda p, b, k: p["w"].sum()}, "loss_fn: must return two scalars"),
         ({"loss": lambda p, b, k: (p["none"], 1)}, "loss_fn: KeyError at test_verify_losses.py:"),
     ],
-    ids=str,
+    ids=["no function", "no parameters", "no mesh", "one row", "no pair", "a loss that fails"],
 )
 def test_wrong_arguments_are_one_line(changed: dict[str, Any], message: str) -> None:
     given = {"loss": right_losses.plain, "params": PARAMS, "batch": BATCH, "mesh": jaxdist.make_mesh(fsdp=2)}
