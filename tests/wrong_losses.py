@@ -31,6 +31,7 @@ BATCH = {
     "mask": (rng.random((ROWS, LENGTH)) < 0.6).astype(np.float32),
 }
 OF_ROWS = normal(ROWS)
+TABLE = np.arange(CLASSES * LENGTH * WIDTH, dtype=np.float32).reshape(CLASSES, LENGTH, WIDTH) / 100
 TRACES = [0.0]
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {}
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -173,6 +174,12 @@ def branch_of_python(p: Any, b: Any, keys: Any) -> Any:
     if found.mean() > 1:  # wrong
         found = 2 * found
     return found.sum(), len(found)
+
+
+@wrong("numpy on a traced value")
+def numpy_table(p: Any, b: Any, keys: Any) -> Any:
+    h = TABLE[b["y"]]  # wrong
+    return losses(p, b, h).sum(), len(h)
 
 
 @wrong("closed-over rows")

@@ -1,10 +1,13 @@
 """The source line of an equation."""
 
 import functools
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxdist.jaxpr.walk import opened
 
 PACKAGE = Path(__file__).parents[1]
 SENDING = ("collectives/", "parallel/batch_mean.py", "specs.py")  # code that only sends what its caller gave it
@@ -28,6 +31,13 @@ def line_of_user(equation: Any) -> str:
 def is_installed(file: str | Path) -> bool:
     """Whether a file is Python's own, or of an installed package."""
     return _is_installed(str(file))
+
+
+def installed(jaxpr: Any) -> bool:
+    """Whether a function is of jax or another package. Its equations have the lines of the first call anywhere."""
+    told = getattr(getattr(opened(jaxpr), "debug_info", None), "func_src_info", None) or ""
+    found = re.search(r" at (.*):\d+$", told)
+    return found is not None and is_installed(found[1])
 
 
 @functools.cache

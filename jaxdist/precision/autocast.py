@@ -171,16 +171,22 @@ class _Autocast:
 
     def _inside(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """A loop or a condition: operations in it are cast; its operands and results have the traced dtypes."""
-        params = {name: self._rewritten(value) for name, value in equation.params.items()}
-        return apply(equation.replace(params=params), _typed(equation.invars, operands))
+        return apply(with_inner(equation, self._rewritten), _typed(equation.invars, operands))
 
-    def _rewritten(self, value: Any) -> Any:
-        """A parameter of an equation; a jaxpr, or a tuple of them, with its operations cast."""
+    def _rewritten(self, jaxpr: Any) -> Any:
+        """A jaxpr with its operations cast."""
+        return jax.make_jaxpr(lambda *values: self.as_traced(jaxpr, values))(*jaxpr.in_avals)
+
+
+def with_inner(equation: Any, change: Callable[[Any], Any]) -> Any:
+    """The equation with others in place of the jaxprs that it holds, which are parameters or tuples of them."""
+
+    def changed(value: Any) -> Any:
         if isinstance(value, tuple) and all(map(is_jaxpr, value)):
-            return tuple(map(self._rewritten, value))
-        if not is_jaxpr(value):
-            return value
-        return jax.make_jaxpr(lambda *values: self.as_traced(value, values))(*value.in_avals)
+            return tuple(map(change, value))
+        return change(value) if is_jaxpr(value) else value
+
+    return equation.replace(params={name: changed(value) for name, value in equation.params.items()})
 
 
 def _names(equation: Any) -> set[str]:

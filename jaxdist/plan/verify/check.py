@@ -38,6 +38,7 @@ from jaxdist.plan.verify.subject import (
 )
 from jaxdist.plan.verify.trace import findings_of_trace, first_line_of
 from jaxdist.precision.policy import make_precision
+from jaxdist.precision.widen import widen_fixed
 from jaxdist.specs import PyTree, leaves_by_name
 from jaxdist.step import make_train_step
 
@@ -136,13 +137,15 @@ def _wide(subject: Subject, seed: int) -> Iterator[tuple[Subject, int, str]]:
         wide = widened(subject, seed=seed)
         wide = wide._replace(params=moved(wide.params))
         try:
-            jaxpr = wide.traced(wide.results)
+            size, lines = narrowing(without_dead_code(wide.traced(wide.results)))
         except UserError:
             raise
         except Exception as error:  # code that is written for float32 only
             why = f"it does not run in float64 ({line_of(error)}: {first_line_of(error)})"
         else:
-            size, lines = narrowing(without_dead_code(jaxpr))
+            if size < 8:  # by constants, perhaps, such as frozen parameters that meet integers only
+                wide = wide._replace(loss=widen_fixed(subject.loss))
+                size, lines = narrowing(without_dead_code(wide.traced(wide.results)))
             yield wide, size, precision_text(size, lines)
             return
     yield subject._replace(params=moved(subject.params)), 4, f"computed in float32, compared to {NARROW[4]:g}: {why}"

@@ -9,6 +9,10 @@ CAUSES = {
         "the program depends on values of the batch",
         "choose by jnp.where, leave rows out by weights of 0, and give shapes as numbers",
     ),
+    "numpy on a traced value": (
+        "NumPy is given a value that is known when the step runs only, to compute on or to index an array by",
+        "call the function of jax.numpy; make an array that is indexed one of JAX: jnp.asarray(table)[ids]",
+    ),
     "program differs at each trace": (
         "two traces of the loss differ: it reads something that is no argument (numpy.random, time, a counter), and"
         " processes may run different programs",

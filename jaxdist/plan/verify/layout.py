@@ -52,7 +52,7 @@ def train_steps(
         grads,
         blocks_in_order(jax.device_get(state.params)),
         jax.device_get(state.model_state),
-        narrowing(without_dead_code(traced.jaxpr)),
+        narrowing(without_dead_code(traced.jaxpr), casts=True),
     )
 
 
@@ -103,6 +103,7 @@ def _apart(what: str, got: PyTree, want: PyTree, order: Sequence[str], tol: floa
 def _beside(a: Any, b: Any) -> str:
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     ratio = float((a * b).sum() / max(float((b * b).sum()), 1e-300))
-    if np.abs(a - ratio * b).max(initial=0) <= 1e-6 * np.abs(a).max(initial=0):
-        return f"{ratio:.6g} times that of one device"
+    times = f"{ratio:.6g}"
+    if times != "1" and np.abs(a - ratio * b).max(initial=0) <= 1e-6 * np.abs(a).max(initial=0):
+        return f"{times} times that of one device"
     return f"{np.abs(a - b).max():.3g} apart, of {np.abs(b).max():.3g}"

@@ -5,7 +5,6 @@ have as many rows as a layer is wide.
 """
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxdist.jaxpr.evaluate import CALLS, apply
-from jaxdist.jaxpr.source import is_installed, line_of_user
+from jaxdist.jaxpr.source import installed, line_of_user
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, opened, scan_of
 
 PARTS_AXIS = "jaxdist.parts"  # the axis of a `vmap` over parts of a batch, over which a `batch_mean` adds up
@@ -196,10 +195,3 @@ def _alike(a: Any, b: Any) -> bool:
             x.aval.ndim == y.aval.ndim for x, y in zip(a.outvars, b.outvars, strict=True) if hasattr(x.aval, "ndim")
         )
     )
-
-
-def installed(jaxpr: Any) -> bool:
-    """Whether a function is of jax or another package. Its equations have the lines of the first call anywhere."""
-    told = getattr(getattr(opened(jaxpr), "debug_info", None), "func_src_info", None) or ""
-    found = re.search(r" at (.*):\d+$", told)
-    return found is not None and is_installed(found[1])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.jaxpr.source import PACKAGE, is_installed, source_of
-from jaxdist.jaxpr.walk import every_equation
+from jaxdist.jaxpr.walk import every_equation, inner_jaxprs, primitives
 from jaxdist.parallel.batch_mean import SharedRows, shared_rows
 from jaxdist.parallel.loss_results import check_call, read_results
 from jaxdist.parallel.microbatch import keys_from
@@ -20,6 +20,15 @@ from jaxdist.specs import PyTree
 
 EXACT = 1e-9  # of the largest number, in float64
 NARROW = {4: 1e-4, 2: 2e-2, 1: 0.2}  # where numbers have so many bytes
+# Operations on floats whose results are floats of their operands, or need no more digits.
+NO_ROUNDING = primitives(
+    """
+    broadcast_in_dim reshape transpose squeeze expand_dims rev pad copy copy_p slice dynamic_slice dynamic_update_slice
+    gather concatenate select_n split stop_gradient optimization_barrier name pvary pcast all_gather ppermute
+    neg abs sign max min clamp reduce_max reduce_min cummax cummin sort top_k iota floor ceil round bitcast_convert_type
+    scatter scatter-min scatter-max real imag complex conj
+    """
+)
 
 
 class Subject(NamedTuple):
@@ -103,28 +112,44 @@ def moved(params: PyTree) -> PyTree:
     return jax.tree.map(move, params)
 
 
-def narrowing(jaxpr: Any) -> tuple[int, list[str]]:
-    """(the bytes of the narrowest floats that wider ones become, the lines where they do), 8 where none does.
+def narrowing(jaxpr: Any, *, casts: bool = False) -> tuple[int, list[str]]:
+    """(the bytes of the narrowest floats that are rounded to or computed with, the lines where they are), 8 for none.
 
     What jaxdist narrows itself, it says so in its options; it is left out.
+    casts: only what wider floats become, as of a whole step, whose optimizer computes rates of integers in float32
     """
     size, lines = 8, dict[str, None]()
     for site in every_equation(jaxpr):
-        equation = site.equation
-        if equation.primitive.name != "convert_element_type":
+        if casts and site.equation.primitive.name != "convert_element_type":
             continue
-        old, new = (atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0]))
-        if jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating) and new.itemsize < old.itemsize:
-            if not (line := source_of(equation, ())).startswith(f"{PACKAGE.name}/"):
-                size, lines[line] = min(size, new.itemsize), None
+        if (own := _rounds_to(site.equation)) < 8:
+            if not (line := source_of(site.equation, ())).startswith(f"{PACKAGE.name}/"):
+                size, lines[line] = min(size, own), None
     return size, list(lines)
+
+
+def _rounds_to(equation: Any) -> int:
+    """The bytes of the floats that an equation rounds to; 8 where it only moves them, or has another inside."""
+    if equation.primitive.name in NO_ROUNDING or inner_jaxprs(equation):
+        return 8
+    old, new = (
+        [max(1, jnp.finfo(atom.aval.dtype).bits // 8) for atom in atoms if _is_inexact(atom.aval)]
+        for atoms in (equation.invars, equation.outvars)
+    )
+    if equation.primitive.name == "convert_element_type" and (not old or old <= new):
+        return 8
+    return min(new, default=8)
+
+
+def _is_inexact(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact)) if hasattr(aval, "dtype") else False
 
 
 def precision_text(size: int, lines: list[str]) -> str:
     """What is said of `narrowing`."""
     if size == 8:
         return f"computed in float64, compared to {EXACT:g}"
-    return f"float64 is narrowed at {', '.join(lines[:3])}: compared to {NARROW[size]:g} only"
+    return f"narrower than float64 at {', '.join(lines[:3])}: compared to {NARROW[size]:g} only"
 
 
 def tolerance(size: int) -> float:

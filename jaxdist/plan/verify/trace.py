@@ -9,15 +9,14 @@ import numpy as np
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.forbidden import LOCAL_SCOPE, refuse_collectives, refuse_in_forward
 from jaxdist.jaxpr.randomness import drawn_with_stored_keys, moving
-from jaxdist.jaxpr.source import line_of_user
+from jaxdist.jaxpr.source import installed, line_of_user
 from jaxdist.jaxpr.walk import every_equation, inner_jaxprs, primitives
 from jaxdist.plan.verify.findings import Fault
-from jaxdist.plan.verify.program import ProgramsDiffer, installed, pair_up
+from jaxdist.plan.verify.program import ProgramsDiffer, pair_up
 from jaxdist.plan.verify.subject import Subject, line_of
 
 DEPENDS_ON_DATA = (
     jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
@@ -30,6 +29,8 @@ def findings_of_trace(subject: Subject) -> tuple[list[Fault], bool]:
         whole = subject.traced(subject.results)
     except DEPENDS_ON_DATA as error:
         return [Fault("data-dependent shape", (line_of(error),), first_line_of(error))], False
+    except jax.errors.TracerArrayConversionError as error:
+        return [Fault("numpy on a traced value", (line_of(error),), first_line_of(error))], False
     except NameError as error:
         if "axis name" not in str(error):
             raise

@@ -13,7 +13,7 @@ from wrong_losses import BATCH, PARAMS, WRONG
 import jaxdist
 from jaxdist.errors import UserError
 
-CHEAP = ("chosen_rows", "closed_over", "callback", "numpy_random", "mean")
+CHEAP = ("chosen_rows", "closed_over", "callback", "numpy_random", "numpy_table", "mean")
 CHEAP_RIGHT = ("picked_by_number",)
 
 
@@ -75,10 +75,16 @@ def test_two_faults_are_two_lines_and_the_second_is_seen_behind_the_first() -> N
 
 
 @pytest.mark.slow
-def test_a_precision_that_a_loss_narrows_is_said() -> None:
-    found = verified(right_losses.RIGHT["cast_to_float32"])
-    assert "float64 is narrowed at right_losses.py:" in found.precision
+@pytest.mark.parametrize("name", ["cast_to_float32", "frozen_in_a_checkpoint"])
+def test_a_precision_that_a_loss_narrows_is_said(name: str) -> None:
+    found = verified(right_losses.RIGHT[name])
+    assert "narrower than float64 at right_losses.py:" in found.precision
     assert "compared to 0.0001 only" in found.precision
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_computed_in_float64() -> None:
+    assert verified(right_losses.RIGHT["frozen_parameters"]).precision == "computed in float64, compared to 1e-09"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.verify import configs
+from jaxdist.plan.verify.layout import Training, differences
 
 SMALL = ["model.layers=4", "model.width=16", "model.heads=4", "data.global_batch=16", "data.seq_len=8"]
 OFF = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1"]
@@ -67,18 +68,33 @@ def test_what_no_single_device_does_is_refused(overrides: list[str], message: st
 @pytest.mark.slow
 def test_the_page_shows_what_verify_prints(tmp_path: Path) -> None:
     text = (child.ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
-    [module] = re.findall(r"^```python\n(# my_loss.py\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    module, program = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     [(command, shown)] = re.findall(r"^```console\n\$ jaxdist (.*?)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "my_loss.py").write_text(module, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxdist", *command.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(child.ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (1, shown), done.stderr
+    for words in (["-m", "jaxdist", *command.split()], ["-c", program]):
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(child.ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (int("jaxdist" in words), shown), done.stderr
+
+
+def test_a_ratio_near_1_is_told_as_the_largest_difference() -> None:
+    grads, params = {"w": np.array([1.0, 2.0])}, {"w": np.zeros(2)}
+    told = {
+        factor: differences(
+            Training([1.0], [{"w": factor * grads["w"]}], params), Training([1.0], [grads], params), [], 1e-9
+        )
+        for factor in (1 + 1e-7, 2.0)
+    }
+    assert [line.rpartition("used: ")[2] for [line] in told.values()] == [
+        "w, 2e-07 apart, of 2",
+        "w, 2 times that of one device",
+    ]
 
 
 class Block(nnx.Module):
