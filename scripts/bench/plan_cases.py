@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config.load import load_config
+from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.observe import measured_on
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.search.choose import Predicted, Search, search, tie_of
@@ -120,9 +121,10 @@ def _pure(test: Callable[[dict[str, Any], int], bool], found: Search, devices: i
     return {"refused": why}
 
 
+@reports_mistakes
 def main() -> int:
     """Print a table, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -131,13 +133,13 @@ def main() -> int:
         if given.case and case.name not in given.case:
             continue
         figures.append(found := found_of(case))
+        if given.json:
+            given.json.write_text(json.dumps({"measured": measured_on(), "cases": figures}, indent=1) + "\n")
         print(f"{case.name}. {case.about}: {found['parameters'] / 1e9:.2f} B parameters, {8 * case.hosts} x {case.gpu}")
         print(f"   notes: {case.said}; choice: {found['choice']['layout']}, {found['choice']['seconds']:.3g} s")
         for name, row in found["pure"].items():
             said = row.get("refused") or f"{row['beside_the_fastest']:.2f} x: {row['layout']}"
             print(f"   {name}: {said}", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"measured": measured_on(), "cases": figures}, indent=1) + "\n")
     return 0
 
 

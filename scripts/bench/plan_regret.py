@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
-from jaxdist.errors import UserError
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.observe import measured_on
@@ -174,9 +174,10 @@ def spearman(one: list[float], other: list[float]) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
+@reports_mistakes
 def main() -> int:
     """Measure, print a table, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["25mbit", "100mbit", "1gbit"])
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
