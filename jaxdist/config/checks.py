@@ -164,15 +164,20 @@ def check_layout(config: Config) -> None:
 
 def _check_axes(config: Config) -> None:
     """Before the mesh is fitted to devices: what is proposed then must not be refused afterwards."""
+    unused = axes_without_layers(config)
+    for axis in unused:
+        check_axis(axis, getattr(config.mesh, axis), f"model {config.model.name}", unused=unused)
+
+
+def axes_without_layers(config: Config) -> tuple[str, ...]:
+    """The mesh axes that no layer of the configuration's model uses."""
     model = config.model.name
+    options = registry.options(ModelFacts.folder, model)
+    if (by_model := getattr(options, "unused_axes", None)) is not None:
+        return tuple(by_model(config.model))
     # A model of somebody else's that says nothing may use `tensor`; that is seen when it is built.
     usual = LOSS_AXES if ModelFacts.of(model).user_loss else ("context",)
-    options = registry.options(ModelFacts.folder, model)
-    unused = getattr(options, "UNUSED_AXES", usual)
-    if (by_model := getattr(options, "unused_axes", None)) is not None:
-        unused = by_model(config.model)
-    for axis in unused:
-        check_axis(axis, getattr(config.mesh, axis), f"model {model}", unused=unused)
+    return tuple(getattr(options, "UNUSED_AXES", usual))
 
 
 def _check_stages(config: Config, stages: int) -> None:

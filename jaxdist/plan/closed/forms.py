@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.build import form_of as context_form_of
-from jaxdist.build import prefetches_on, step_options
+from jaxdist.build import step_options
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.sections.grad_sync import GradSync
@@ -46,7 +46,7 @@ def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts
     parallel, stages = config.parallel, config.mesh.pipe
     pipeline = facts.one_stage is False
     ring = config.mesh.context > 1 and stages > 1 and context_form_of(config) == "ring"
-    prefetch = _prefetches(config, known)
+    prefetch = known.prefetches(config)
     apart = prefetch or config.memory.remat == "sqrt"
     largest = max(parallel.stages, default=layers // (stages * parallel.chunks))
     loss = (samples, config.data.seq_len, config.model.vocab, config.model.loss_chunk, config.precision, config.mesh)
@@ -54,15 +54,6 @@ def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts
     whole = samples if chunked or _in_pieces(config) else 0
     masked = pipeline and (ring or not parallel.pipeline_cond)
     return Form(prefetch, pipeline, masked, facts.split_backward, largest if apart else 1, whole)
-
-
-def _prefetches(config: Config, known: Known) -> bool:
-    parallel, model = config.parallel, config.model
-    if parallel.prefetch is not None:
-        return bool(parallel.prefetch)
-    keys = (parallel.strategy, parallel.schedule, parallel.reshard_after_forward, parallel.stages, parallel.grad_sync)
-    key = ("prefetch", *keys, config.memory.remat, model.name, model.scan_blocks, config.mesh)
-    return bool(known.get(key, lambda: prefetches_on(config, planned_mesh(config))))
 
 
 def _chunked(config: Config, samples: int) -> bool:

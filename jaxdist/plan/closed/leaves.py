@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import make_model, step_options
+from jaxdist.build import make_model, prefetches_on, step_options
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES, AnyMesh, abstract_mesh
 from jaxdist.parallel.compose import get_strategy
@@ -72,6 +72,15 @@ class Known:
             )
 
         return self.get(("leaves", *model_key(config), *placing_key(config)), make)
+
+    def prefetches(self, config: Config) -> bool:
+        """`prefetches_on`, which asks for installed plugins where the configuration leaves it open."""
+        parallel, model = config.parallel, config.model
+        if parallel.prefetch is not None:
+            return bool(parallel.prefetch)
+        placed = (parallel.strategy, parallel.schedule, parallel.reshard_after_forward, parallel.stages)
+        key = ("prefetch", *placed, parallel.grad_sync, config.memory.remat, model.name, model.scan_blocks, config.mesh)
+        return bool(self.get(key, lambda: prefetches_on(config, planned_mesh(config))))
 
 
 def of_layers(config: Config) -> tuple[Any, ...]:

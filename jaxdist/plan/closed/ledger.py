@@ -55,7 +55,7 @@ class Runs(NamedTuple):
     ring: bool = False
 
 
-class EntryName(NamedTuple):
+class EntrySends(NamedTuple):
     """What the files of a configuration's entries say.
 
     moves: `sends` of the strategy. runs: `table` of the schedule, or its `sends`.
@@ -108,7 +108,7 @@ def sends_of(config: Config, known: Known) -> list[Transfer]:
     return [*once, *_all_runs(each, runs, samples), *_between_stages(runs, h * samples, mesh.pipe)]
 
 
-def _entry(config: Config, known: Known) -> EntryName | None:
+def _entry(config: Config, known: Known) -> EntrySends | None:
     """The entries of a configuration; None where one of them has no closed form."""
     schedule = "pairwise" if config.parallel.grad_sync.deterministic else config.parallel.schedule
     strategy, runs = (
@@ -119,7 +119,7 @@ def _entry(config: Config, known: Known) -> EntryName | None:
     apart = config.distill.on or config.parallel.local.on
     if strategy is None or runs is None or apart or not isinstance(model, ModelDef):
         return None
-    return EntryName(model, shares_of(config, known), strategy, runs, ScheduleFacts.of(schedule))
+    return EntrySends(model, shares_of(config, known), strategy, runs, ScheduleFacts.of(schedule))
 
 
 def _sends(folder: str, name: str) -> Any:
@@ -127,7 +127,7 @@ def _sends(folder: str, name: str) -> Any:
     return getattr(importlib.import_module(name.rpartition(".")[0] or f"{folder}.{name}"), "sends", None)
 
 
-def _once(config: Config, known: Known, entry: EntryName, microbatches: int) -> list[Transfer]:
+def _once(config: Config, known: Known, entry: EntrySends, microbatches: int) -> list[Transfer]:
     mesh = planned_mesh(config)
     options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
     in_backward = microbatches == 1 and entry.facts.one_backward_pass
@@ -135,7 +135,7 @@ def _once(config: Config, known: Known, entry: EntryName, microbatches: int) -> 
     return merged_transfers([*found, *sent_by_optimizer(config, known, sizes)])
 
 
-def _runs(config: Config, microbatches: int, entry: EntryName, form: Form) -> Runs:
+def _runs(config: Config, microbatches: int, entry: EntrySends, form: Form) -> Runs:
     """The runs of a step."""
     stages, chunks, together, layers = config.mesh.pipe, config.parallel.chunks, form.rows > 1, entry.model.layers
     if not form.pipeline:
@@ -160,7 +160,7 @@ def _runs(config: Config, microbatches: int, entry: EntryName, form: Form) -> Ru
 
 
 def _each(
-    config: Config, known: Known, form: Form, entry: EntryName, counts: tuple[int, ...]
+    config: Config, known: Known, form: Form, entry: EntrySends, counts: tuple[int, ...]
 ) -> tuple[list[Each], float]:
     """(what the units of a stage send each time that they run, bytes of a sample between two stages)."""
     mesh, h = planned_mesh(config), 0.0

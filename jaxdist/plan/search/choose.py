@@ -111,8 +111,7 @@ def search(
     if nearest is None:
         reasons = "; ".join(refused) or "its parts divide into no mesh of that many devices"
         raise UserError(f"plan: no layout of {cluster.devices} devices is allowed: {reasons}")
-    fitting.sort(key=lambda each: each.seconds.total)
-    tight.sort(key=lambda each: each.seconds.total)
+    fitting, tight = by_seconds(fitting), by_seconds(tight)
     took = time.perf_counter() - began
     return Search(cluster, fitting[:MOST_KEPT], tight[:MOST_KEPT], nearest, refused, examples, considered, took)
 
@@ -128,12 +127,6 @@ def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known
     return Predicted(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
 
 
-def _but_microbatches(layout: Layout) -> tuple[object, ...]:
-    return tuple(
-        each for each in layout.overrides if each[0] not in ("parallel.microbatches", "memory.offload.optimizer")
-    )
-
-
 def _kept(layout: Layout) -> tuple[object, object]:
     return layout.values["memory.offload.optimizer"], layout.values["memory.remat"]
 
@@ -141,6 +134,11 @@ def _kept(layout: Layout) -> tuple[object, object]:
 def _kind(reason: str) -> str:
     """A reason without the numbers that differ between candidates: its key."""
     return reason.partition(":")[0]
+
+
+def by_seconds(candidates: Iterable[Predicted]) -> list[Predicted]:
+    """The candidates, the fastest first."""
+    return sorted(candidates, key=lambda each: each.seconds.total)
 
 
 class Tie(NamedTuple):

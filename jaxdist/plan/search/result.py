@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from jaxdist.mesh import AXES
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.remedies import changed
-from jaxdist.plan.search.choose import Predicted, Search, Tie, predicted, search, tie_of
+from jaxdist.plan.search.choose import Predicted, Search, Tie, by_seconds, predicted, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.confirm import COMPILED, TRACED, confirm
 from jaxdist.plan.search.reasons import Other, Turn, does_not_fit, others, slower, turns
@@ -64,7 +64,7 @@ def plan_layout(
     known: Known | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LayoutPlan:
-    """LayoutPlan a configuration for a cluster.
+    """Plan a configuration for a cluster.
 
     traced, compiled: how many of the best candidates are traced, and compiled.
     asked: a layout that is argued beside the choice.
@@ -77,9 +77,9 @@ def plan_layout(
     found = search(config, cluster, known, progress=progress)
     notes = list[str]()
     if traced or compiled:
-        tie = tie_of(by_seconds([*found.fitting, *found.near]), cluster.spread) if found.fitting or found.near else None
-        first = [] if tie is None else tie.members
-        rest = [each for each in by_seconds([*found.fitting, *found.near]) if each not in first]
+        pool = by_seconds([*found.fitting, *found.near])
+        first = tie_of(pool, cluster.spread).members if pool else []
+        rest = [each for each in pool if each not in first]
         confirmed = confirm([*first, *rest], cluster, traced=traced, compiled=compiled, progress=progress)
         notes += confirmed.notes
         certain = [each for each in confirmed.candidates if each.how != "closed form" or each.peak <= cluster.memory]
@@ -107,11 +107,6 @@ def _check_plannable(config: Config) -> None:
     for key, on in (("distill.teacher", config.distill.on), ("parallel.local.every", config.parallel.local.on)):
         if on:
             raise UserError(f"plan: {key} is set, and its part of a step is not predicted; plan without it")
-
-
-def by_seconds(candidates: Iterable[Predicted]) -> list[Predicted]:
-    """The candidates, the fastest first."""
-    return sorted(candidates, key=lambda each: each.seconds.total)
 
 
 def argue(config: Config, layout: Layout, cluster: PlanCluster, tie: Tie, known: Known) -> Other:

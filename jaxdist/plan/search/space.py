@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist import registry
-from jaxdist.config.checks import check_config, prefetches
-from jaxdist.config.entries import ModelFacts, ScheduleFacts, StrategyFacts
+from jaxdist.config.checks import axes_without_layers, check_config, prefetches
+from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.rules.pipeline import divisors
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
         """A key that sorts simple layouts first: few axes, no pipeline, a plain strategy, little recomputed."""
         values = self.values
         axes = [axis for axis in AXES if values.get(f"mesh.{axis}", 1) > 1]
-        order = ["ddp", *(name for name in ("zero1", "zero2", "zero3"))]
+        order = ["ddp", "zero1", "zero2", "zero3"]
         strategy = values["parallel.strategy"]
         return (
             int("pipe" in axes),
@@ -134,18 +134,9 @@ def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> l
 
 def _axes(config: Config, devices: int) -> list[str]:
     """The axes whose sizes are tried."""
-    if ModelFacts.of(config.model.name).user_loss:
-        return ["data", "fsdp"]
-    unused = _unused(config)
+    unused = axes_without_layers(config)
     long = config.data.seq_len >= LONG_SEQUENCE or config.data.global_batch < devices or config.mesh.context > 1
     return [axis for axis in AXES if axis not in unused and (axis != "context" or long)]
-
-
-def _unused(config: Config) -> set[str]:
-    options = registry.options(ModelFacts.folder, config.model.name)
-    if (by_model := getattr(options, "unused_axes", None)) is not None:
-        return set(by_model(config.model))
-    return set(getattr(options, "UNUSED_AXES", ("expert", "context")))
 
 
 def _schedules(config: Config, stages: int) -> list[tuple[str, int]]:

@@ -26,7 +26,7 @@ from jaxdist.specs import STACKED
 
 
 class UnitWork(NamedTuple):
-    """UnitWork of a unit for each sequence, on one device that has all of the unit.
+    """The work of a unit for each sequence, on one device that has all of the unit.
 
     flops: of matrix products, for each sequence.
     row_bytes: what products read and write for each sequence. fixed_bytes: whatever the number of sequences.
@@ -51,7 +51,7 @@ class UnitWork(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """UnitWork of a model. forward: of one block. block: of one block, both passes. ends: of embedding and head."""
+    """The work of a model. forward: of one block. block: of one block, both passes. ends: of embedding and head."""
 
     forward: UnitWork
     block: UnitWork

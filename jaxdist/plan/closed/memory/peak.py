@@ -10,7 +10,6 @@ What has no closed form is traced whole: a loss without blocks, distillation, an
 import math
 from typing import NamedTuple
 
-from jaxdist.build import prefetches_on
 from jaxdist.config.entries import ModelFacts, ScheduleFacts
 from jaxdist.config.schema import Config
 from jaxdist.parallel.pipeline.table import allocate_slots, table_of
@@ -90,7 +89,7 @@ def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest,
     copies, layers = float(rest.copies), known.model(config).layers
     if config.memory.remat == "offload":
         kept = max(0.0, kept - h * layers)
-    if _prefetches(config, known):  # two blocks stay gathered, and another one is under way
+    if known.prefetches(config):  # two blocks stay gathered, and another one is under way
         copies += 3 * rest.whole[STACKED] / layers
     base = {OF_COPIES: copies, OF_ACTIVATIONS: kept}
     return [
@@ -98,15 +97,6 @@ def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest,
         base | {OF_GRADIENTS: sums + head, OF_THE_HEAD: sizes["head"] + 2 * h},
         base | {OF_GRADIENTS: sums + grads, OF_A_BLOCK: sizes["backward"] + h},
     ]
-
-
-def _prefetches(config: Config, known: Known) -> bool:
-    """`prefetches_on`, which asks for installed plugins where the configuration leaves it open."""
-    parallel = config.parallel
-    if parallel.prefetch is not None:
-        return bool(parallel.prefetch)
-    key = ("prefetches", config.mesh.fsdp * config.mesh.context > 1, parallel, config.memory.remat, config.model)
-    return bool(known.get(key, lambda: prefetches_on(config, planned_mesh(config))))
 
 
 def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) -> list[Phase]:
