@@ -182,7 +182,7 @@ def test_a_device_holds_a_stages_part(name: str, sizes: dict[str, int]) -> None:
     by the next state."""
     mesh, tx, model = make_mesh(**sizes), optax.adamw(1e-3), model_of()
     state = init_state(model, tx, mesh, strategy=name)
-    tables, rest = 2 * 48 * 32, 8 * 32 + 2 * 32  # tokens, and the head's; positions, and a norm
+    tables, rest = 2 * 48 * 32, layouts.SEQ * 32 + 2 * 32  # tokens, and the head's; positions, and a norm
     by_strategy = 1 if name == "ddp" else mesh.shape["fsdp"]
     expected = 3 * 4 * (tables // mesh.shape["tensor"] + rest) // (by_strategy * mesh.shape["pipe"])
     everything = sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(state))

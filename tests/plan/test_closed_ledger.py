@@ -35,8 +35,9 @@ CASES = {
     " precision.policy=bf16 parallel.grad_sync.algorithm=ring parallel.grad_sync.wire_dtype=bfloat16",
     "zero1, experts": "mesh={fsdp: 2, expert: 2} parallel.strategy=zero1 model.moe.experts=4 parallel.microbatches=2"
     " memory.remat=[attention.context,mlp.rows] model.layers=2",
-    "capacity, gathered keys": "mesh={context: 2, expert: 2, tensor: 2} model.moe.experts=4 model.layers=2"
-    " model.moe.dispatch=capacity model.moe.group=8 parallel.context=gather parallel.sequence_parallel=true",
+    "capacity, gathered keys, pairs": "mesh={context: 2, expert: 2, tensor: 2} model.moe.experts=4 model.layers=2"
+    " model.moe.dispatch=capacity model.moe.group=8 parallel.context=gather parallel.sequence_parallel=true"
+    " parallel.schedule=pairwise parallel.microbatches=2",
     "halves, masked": "mesh={pipe: 2, data: 2, tensor: 2} parallel.schedule=zero_bubble parallel.microbatches=4"
     " parallel.pipeline_cond=false parallel.sequence_parallel=true parallel.collective_matmul=true",
     "chunks, sqrt": "mesh={pipe: 2, tensor: 2} parallel.schedule=interleaved parallel.chunks=2 memory.remat=sqrt"

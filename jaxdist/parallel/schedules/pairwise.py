@@ -37,7 +37,9 @@ def pairwise(
 
     def run(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         result = run_microbatch(program, diff, captured, microbatch, seed=seed, reduce_dtype=reduce_dtype)
-        return lax.optimization_barrier(result)  # fused with the sum, it could be rounded differently
+        # Fused with the sum, it could be rounded differently. Leaf by leaf: on jax 0.10 what shares a barrier comes out
+        # varying over the axes of all.
+        return jax.tree.map(lax.optimization_barrier, result)
 
     def total(parts: PyTree) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
         length = jax.tree.leaves(parts)[0].shape[0]

@@ -130,7 +130,8 @@ def _update(config: Config) -> tuple[Callable[[], Any], int]:
 
     @jax.jit
     def update(params: Any, opt_state: Any) -> Any:
-        changes, new = optimizer.update(params, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
+            changes, new = optimizer.update(params, opt_state, params)
         return optax.apply_updates(params, changes), new
 
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state)))
