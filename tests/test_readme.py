@@ -68,7 +68,14 @@ def test_the_ledger_of_1024_devices(capsys: pytest.CaptureFixture[str], monkeypa
     assert command == "$ python scripts/explain.py --config configs/llama_8b_fsdp.yaml --rows 3"
     nothing = dict.fromkeys(("timeline", "json", "plot", "write_budget", "budget"))
     options = Namespace(
-        compile=False, remedies=False, parameters=False, activations=False, devices_per_host=8, rows=3, **nothing
+        compile=False,
+        remedies=False,
+        gpu="h200",
+        parameters=False,
+        activations=False,
+        devices_per_host=8,
+        rows=3,
+        **nothing,
     )
     assert explain.run_explain(load_config("configs/llama_8b_fsdp.yaml", planned=True), options) == []
     assert capsys.readouterr().out == shown

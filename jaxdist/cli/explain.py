@@ -31,6 +31,9 @@ def main(argv: Sequence[str], prog: str = "jaxdist explain") -> int:
     parser.add_argument("--activations", action="store_true", help="also print what is kept for the backward pass")
     parser.add_argument("--compile", action="store_true", help="also compile, for simulated devices, and compare")
     parser.add_argument("--remedies", action="store_true", help="also compile what would save memory, and rank it")
+    parser.add_argument(
+        "--gpu", default="h200", help="with --remedies: the GPU whose seconds are predicted; default: h200"
+    )
     parser.add_argument("--devices-per-host", type=int, default=8)
     parser.add_argument("--budget", metavar="FILE", type=Path, help="fail when a collective or a byte is not in it")
     parser.add_argument("--write-budget", metavar="FILE", type=Path)

@@ -15,7 +15,6 @@ from jaxdist.optim import leave_out
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.plan.compiled.hlo import Comparison, Compiled, compare, compiled_collectives
 from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, resident_bytes
-from jaxdist.plan.remedies import Table, remedies_to_json
 from jaxdist.plan.traced.activations import BETWEEN_STAGES, SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.liveness import temporary_bytes
@@ -160,10 +159,10 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
     return sizes
 
 
-def explanation_to_json(explanation: Explanation, table: Table | None = None) -> dict[str, Any]:
+def explanation_to_json(explanation: Explanation) -> dict[str, Any]:
     """The explanation as JSON: {"mesh", "wire_bytes", "collectives", "memory", "parameters", ...}.
 
-    Entries have the fields of their types. table: of remedies, to be added as "remedies".
+    Entries have the fields of their types.
     """
     parameters = [
         {
@@ -192,7 +191,7 @@ def explanation_to_json(explanation: Explanation, table: Table | None = None) ->
         "added": None if explanation.added is None else dicts(explanation.added),
         "compiled": compared,
         **_outer_to_json(explanation),
-    } | ({} if table is None else {"remedies": remedies_to_json(table)})
+    }
 
 
 def _outer_to_json(explanation: Explanation) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jaxdist.observe.report.read import defaults_of
 from jaxdist.observe.report.sections.experts import experts_line
 from jaxdist.observe.sinks import Image
 from jaxdist.optim.muon import OPTIMIZER
+from jaxdist.plan.changes import candidates
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
 from jaxdist.plan.explain import (
     ESTIMATED_PEAK,
@@ -26,7 +27,7 @@ from jaxdist.plan.explain import (
     explain_parts,
     memory_at_rest,
 )
-from jaxdist.plan.remedies import Table, candidates
+from jaxdist.plan.remedies.table import Remedy, Table
 from jaxdist.plan.traced.ledger import GRADIENT, SENDS, Collective
 from jaxdist.specs import PyTree, axes_by_dim
 from jaxdist.trainer.run import TrainingRun
@@ -99,7 +100,7 @@ def purpose_of(each: Collective) -> str:
 
 
 def remedy_rows(config: Config, table: Table | None = None) -> list[RemedyRow]:
-    """The changes that save memory. table: what each would free, where they were compiled."""
+    """The changes that save memory, and pairs of them. table: what each would free, where they were compiled."""
     costs = {each.name: each for each in table.remedies} if table else {}
     rows = []
     for each in candidates(config):
@@ -113,12 +114,18 @@ def remedy_rows(config: Config, table: Table | None = None) -> list[RemedyRow]:
         elif table is None or row is None or row.cost is None:
             rows.append(RemedyRow(each.name, overrides, "possible"))
         else:
-            flops, sent = (
-                after / before if before else None
-                for after, before in ((row.cost.flops, table.now.flops), (row.cost.wire_bytes, table.now.wire_bytes))
-            )
-            rows.append(RemedyRow(each.name, overrides, "possible", "", table.saved(row), flops, sent))
+            rows.append(_compiled_row(table, row))
+        costs.pop(each.name, None)
+    rows += [_compiled_row(table, pair) for pair in costs.values() if table is not None and pair.cost is not None]
     return sorted(rows, key=lambda row: (row.state != "in use", row.state == "not here", -(row.saves or 0)))
+
+
+def _compiled_row(table: Table, remedy: Remedy) -> RemedyRow:
+    now, cost = table.now, remedy.cost
+    assert cost is not None, f"{remedy.name} was refused"
+    flops = cost.flops / now.flops if now.flops else None
+    sent = cost.wire_bytes / now.wire_bytes if now.wire_bytes else None
+    return RemedyRow(remedy.name, " ".join(remedy.overrides), "possible", "", table.saved(remedy), flops, sent)
 
 
 def compiled_memory(config: Config, parts: Parts, batch: PyTree, table: Table) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """How good is the planner's choice? Layouts timed on virtual hosts with slow links, beside what a calibration predicts.
 
-    python scripts/bench/plan_regret.py [--rates 25mbit 100mbit 1gbit] [--hosts 4] [--rounds 5] --json OUT
+    python scripts/bench/plan_regret.py [--rates 25mbit 100mbit 1gbit] [--rounds 5] --json OUT
 
 On each rate one job calibrates, then compiles all layouts and times them by turns. The choice is that of the planner
 among these layouts, by the calibration of the same job; regret is how much longer its measured step is than that of the
-fastest. Needs root and network namespaces (scripts/virtual_hosts.py). Hosts share this machine's cores.
+fastest. Needs root and network namespaces (scripts/virtual_hosts.py). There are two hosts, each with a core of its own.
 """
 
 import argparse
@@ -39,34 +39,24 @@ MODEL = (
     "devices={platform: cpu, simulated: 1}",
     "parallel.min_shard_bytes=1024",
 )
+HOSTS = 2
 BURST = 262144  # bytes of the shaped links (jaxdist.lab.network)
+PIPE = ("mesh={pipe: 2}", "parallel.strategy=ddp")
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "ddp": ("mesh={data: 4}", "parallel.strategy=ddp"),
-    "ddp remat": ("mesh={data: 4}", "parallel.strategy=ddp", "memory.remat=full"),
-    "zero1": ("mesh={fsdp: 4}", "parallel.strategy=zero1"),
-    "zero2 m2": ("mesh={fsdp: 4}", "parallel.strategy=zero2", "parallel.microbatches=2"),
-    "zero3": ("mesh={fsdp: 4}", "parallel.strategy=zero3"),
-    "zero3 2x2": ("mesh={data: 2, fsdp: 2}", "parallel.strategy=zero3"),
-    "tensor 4": ("mesh={tensor: 4}", "parallel.strategy=ddp"),
-    "data 2 tensor 2": ("mesh={data: 2, tensor: 2}", "parallel.strategy=ddp"),
-    "pipe 4 m8": (
-        "mesh={pipe: 4}",
-        "parallel.strategy=ddp",
-        "parallel.schedule=one_f_one_b",
-        "parallel.microbatches=8",
-    ),
-    "pipe 2 data 2 m4": (
-        "mesh={pipe: 2, data: 2}",
-        "parallel.strategy=ddp",
-        "parallel.schedule=one_f_one_b",
-        "parallel.microbatches=4",
-    ),
-    "pipe 2 fsdp 2 zero1 m4": (
-        "mesh={pipe: 2, fsdp: 2}",
-        "parallel.strategy=zero1",
-        "parallel.schedule=one_f_one_b",
-        "parallel.microbatches=4",
-    ),
+    "ddp": ("mesh={data: 2}", "parallel.strategy=ddp"),
+    "ddp dots": ("mesh={data: 2}", "parallel.strategy=ddp", "memory.remat=dots"),
+    "ddp full": ("mesh={data: 2}", "parallel.strategy=ddp", "memory.remat=full"),
+    "ddp m4": ("mesh={data: 2}", "parallel.strategy=ddp", "parallel.microbatches=4"),
+    "zero1": ("mesh={fsdp: 2}", "parallel.strategy=zero1"),
+    "zero2 m2": ("mesh={fsdp: 2}", "parallel.strategy=zero2", "parallel.microbatches=2"),
+    "zero3": ("mesh={fsdp: 2}", "parallel.strategy=zero3"),
+    "zero3 full": ("mesh={fsdp: 2}", "parallel.strategy=zero3", "memory.remat=full"),
+    "tensor": ("mesh={tensor: 2}", "parallel.strategy=ddp"),
+    "tensor, sequence": ("mesh={tensor: 2}", "parallel.strategy=ddp", "parallel.sequence_parallel=true"),
+    "pipe m4": (*PIPE, "parallel.schedule=one_f_one_b", "parallel.microbatches=4"),
+    "pipe m8": (*PIPE, "parallel.schedule=one_f_one_b", "parallel.microbatches=8"),
+    "pipe m4 zero bubble": (*PIPE, "parallel.schedule=zero_bubble", "parallel.microbatches=4"),
+    "pipe m4 interleaved": (*PIPE, "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.microbatches=4"),
 }
 
 
@@ -78,6 +68,7 @@ def config_of(name: str, cache: str = "") -> Config:
 
 def job(folder: Path, rounds: int, rate: str) -> int:
     """The work of one host: calibrate, then time all layouts by turns."""
+    os.sched_setaffinity(0, {int(os.environ["HOST_INDEX"])})  # before jax starts its threads
     import jax
 
     from jaxdist.build import assemble
@@ -133,13 +124,11 @@ def compared(folder: Path, rate: str) -> dict[str, Any]:
     from jaxdist.plan.machines import rate_of_link
     from jaxdist.plan.search.choose import predicted, tie_of
     from jaxdist.plan.search.cluster import calibrated_cluster
-    from jaxdist.plan.search.result import layout_of
+    from jaxdist.plan.search.space import layout_of
 
     measured = json.loads((folder / f"{rate}.measured.json").read_text())
     found = read_calibration(folder / f"{rate}.json")
-    # Hosts that share cores lend theirs while they wait.
-    lent = (min(os.cpu_count() or 1, found.hosts) - 1) / (found.hosts - 1)
-    cluster, known, candidates = calibrated_cluster(found)._replace(bubble=lent), Known(), {}
+    cluster, known, candidates = calibrated_cluster(found), Known(), {}
     for name in LAYOUTS:
         config = config_of(name)
         candidates[name] = predicted(layout_of(config), config, cluster, known)
@@ -179,7 +168,6 @@ def main() -> int:
     """Measure, print a table, and write the figures."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["25mbit", "100mbit", "1gbit"])
-    parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
@@ -188,12 +176,14 @@ def main() -> int:
         return job(given.job, given.rounds, given.rates[0])
     if (problem := unavailable()) is not None:
         raise UserError(f"virtual hosts: {problem}")
+    if (os.cpu_count() or 1) < HOSTS:
+        raise UserError(f"each of {HOSTS} hosts needs a core, and this machine has {os.cpu_count()}; use a larger one")
     load, results = os.getloadavg()[0], []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for rate in given.rates:
             command = [sys.executable, __file__, "--job", str(folder), "--rounds", str(given.rounds), "--rates", rate]
-            ended = run_on_hosts(command, hosts=given.hosts, rate=rate)
+            ended = run_on_hosts(command, hosts=HOSTS, rate=rate)
             if exit_status(ended):
                 failed = next(each for each in ended if each.status)
                 raise UserError(f"host {failed.host} ended with status {failed.status}: {failed.stderr[-2000:]}")

@@ -26,7 +26,7 @@ from jaxdist.optim.make import make_optimizer
 from jaxdist.optim.muon import on_whole_matrices
 from jaxdist.plan.compiled.hlo import compare, compiled_collectives
 from jaxdist.plan.compiled.memory import batch_of
-from jaxdist.plan.remedies import flops_of_passes
+from jaxdist.plan.remedies.table import flops_of_passes
 from jaxdist.plan.traced.ledger import ledger, pytorch_term
 
 OPTIONS = OptimizerConfig(name="muon", lr=1e-2, clip_norm=0.5, weight_decay=0.1)

@@ -15,11 +15,13 @@ from jaxdist.cli.work import explain as command
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.plan import remedies as plan
+from jaxdist.plan import changes
+from jaxdist.plan.changes import REMEDIES, changed, typed
 from jaxdist.plan.compiled.memory import Footprint
 from jaxdist.plan.explain import explain
-from jaxdist.plan.remedies import REMEDIES, StepCost, Table, changed, cost_of, remedies, remedies_to_json, typed
-from jaxdist.plan.report.text import remedies_text
+from jaxdist.plan.remedies import table as plan
+from jaxdist.plan.remedies.table import StepCost, Table, assumed_cluster, cost_of, remedies, remedies_to_json
+from jaxdist.plan.remedies.text import remedies_text
 from jaxdist.step import TrainStep
 from jaxdist.trainer.failures import out_of_memory
 from jaxdist.trainer.train import train
@@ -67,7 +69,7 @@ def offered(*overrides: str) -> dict[str, str]:
 def test_the_table_is_what_explain_then_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte: both come from compiling. Remedies are applied as one would type them."""
     chosen = ("remat full", "optimizer state in host memory")
-    monkeypatch.setattr(plan, "REMEDIES", [each for each in REMEDIES if each[0] in chosen])
+    monkeypatch.setattr(changes, "REMEDIES", [each for each in REMEDIES if each[0] in chosen])
     table = remedies(configured(), progress=lambda text: None)
     assert {each.name for each in table.remedies} == {*chosen} and not any(each.refused for each in table.remedies)
     for each in table.remedies:
@@ -118,6 +120,7 @@ def test_ranked_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
         "parameters": False,
         "activations": False,
         "remedies": True,
+        "gpu": "h200",
         "json": tmp_path / "out.json",
         "plot": None,
         "write_budget": None,
@@ -145,6 +148,39 @@ def test_what_costs_memory_is_shown_as_that() -> None:
     text = remedies_text(Table(NOW, [worse]))
     assert ["a=1", "1.95", "KiB", "-1000", "B", "-100.0%", "+0.0%", "2.00", "KiB"] in map(str.split, text.splitlines())
     assert remedies_to_json(Table(NOW, [worse]))["remedies"][0]["saves"] == -1000
+
+
+def test_pairs_change_different_keys_one_after_the_other() -> None:
+    config = configured("mesh.data=2", "parallel.strategy=zero1", "data.seq_len=512")
+    names = ("twice the microbatches", "remat dots", "remat full", "the next ZeRO stage", "shards instead of replicas")
+    found = {each.name: each for each in changes.pairs(config, names)}
+    assert "remat dots + remat full" not in found and len(found) == 9
+    both = found["twice the microbatches + remat full"]
+    assert both.overrides == ("parallel.microbatches=2", "memory.remat=full")
+    assert both.config is not None and both.config.memory.remat == "full" and both.config.parallel.microbatches == 2
+    sharded = found["the next ZeRO stage + shards instead of replicas"].config
+    assert sharded is not None and (sharded.parallel.strategy, sharded.mesh.fsdp) == ("zero2", 4)
+    # Alone each is allowed; together one sequence would be too few.
+    few = configured("data.global_batch=8", "mesh.data=1", "mesh.fsdp=4", "parallel.microbatches=1")
+    [refused] = changes.pairs(few, ("twice the microbatches", "twice the tensor axis"))[:1]
+    assert refused.config is not None and refused.config.mesh.tensor == 2
+
+
+@pytest.mark.usefixtures("faked")
+def test_pairs_of_what_saves_most_and_seconds() -> None:
+    """Pairs are made of the four that save most; a step with more to compute takes longer."""
+    config = configured("parallel.microbatches=2")
+    cluster = assumed_cluster(config, "h200")
+    table = remedies(config, cluster=cluster, progress=lambda text: None)
+    costs = {each.name: each.cost for each in table.remedies}
+    full, both = costs["remat full"], costs["remat full + optimizer state in host memory"]
+    assert full is not None and both is not None and table.now.seconds is not None
+    assert full.seconds is not None and both.seconds not in (None, full.seconds)
+    assert table.now.seconds < full.seconds and both.memory.peak < full.memory.peak
+    text = remedies_text(table, predicted_for="2 x h200")
+    assert f"predicted for 2 x h200, not measured (docs/planner.md); as it is {1e3 * table.now.seconds:.3g} ms" in text
+    assert "memory.remat=full memory.offload.optimizer=true" in text
+    assert remedies_to_json(table)["now"]["seconds"] == table.now.seconds
 
 
 def test_no_half_to_give_to_tensor() -> None:

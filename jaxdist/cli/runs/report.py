@@ -94,7 +94,7 @@ def _traced(record: "RunRecord", config: Config, *, compiled: bool) -> "RunRecor
     from jaxdist.build import assemble
     from jaxdist.mesh import abstract_mesh
     from jaxdist.plan.compiled.memory import batch_of
-    from jaxdist.plan.remedies import remedies
+    from jaxdist.plan.remedies.table import remedies
     from jaxdist.precision.policy import enable_x64
     from jaxdist.trainer.summary import compiled_memory, predict, remedy_rows
 

@@ -10,7 +10,8 @@ from jaxdist.observe.report.sections.plan import compared
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.search.choose import Predicted, predicted
 from jaxdist.plan.search.cluster import PlanCluster
-from jaxdist.plan.search.result import candidate_to_json, layout_of
+from jaxdist.plan.search.result import candidate_to_json
+from jaxdist.plan.search.space import layout_of
 from jaxdist.plan.traced.sharding import aligned
 
 

@@ -9,7 +9,8 @@ from jaxdist.plan import budget
 from jaxdist.plan.context import context_text
 from jaxdist.plan.experts import experts_text
 from jaxdist.plan.explain import explain, explanation_to_json
-from jaxdist.plan.remedies import remedies
+from jaxdist.plan.remedies.table import assumed_cluster, remedies, remedies_to_json
+from jaxdist.plan.remedies.text import remedies_text
 from jaxdist.plan.report import pipeline, text
 
 
@@ -27,10 +28,12 @@ def run_explain(config: Config, arguments: Namespace) -> list[str]:
             print("", over_axis, sep="\n")
     table = None
     if arguments.remedies:
-        table = remedies(config, progress=lambda text: print(text, file=sys.stderr, flush=True))
-        print("", text.remedies_text(table), sep="\n")
+        cluster = assumed_cluster(config, arguments.gpu)
+        table = remedies(config, cluster=cluster, progress=lambda text: print(text, file=sys.stderr, flush=True))
+        print("", remedies_text(table, predicted_for=f"{cluster.devices} x {arguments.gpu}"), sep="\n")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(explanation_to_json(found, table), indent=1) + "\n")
+        everything = explanation_to_json(found) | ({} if table is None else {"remedies": remedies_to_json(table)})
+        arguments.json.write_text(json.dumps(everything, indent=1) + "\n")
     if arguments.plot is not None:
         text.draw_explanation(found, arguments.plot)
     if ticks is not None:

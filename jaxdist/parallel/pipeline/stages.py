@@ -67,7 +67,7 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
         params = model.init(key)
         return {**params, STACKED: arrange_rows(params[STACKED], order)}
 
-    shapes = jax.eval_shape(init, jax.random.key(0))
+    shapes = {**model.shapes, STACKED: jax.eval_shape(lambda rows: arrange_rows(rows, order), model.shapes[STACKED])}
     figures = model.figures and functools.partial(_figures_of_blocks, model.figures, order)
     return model._replace(init=init, shapes=shapes, figures=figures, chunks=chunks, stages=uneven(blocks))
 

@@ -15,8 +15,8 @@ from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.plan.calibration.file import Compute
 from jaxdist.plan.calibration.repeated import Timed, by_turns
+from jaxdist.plan.changes import changed
 from jaxdist.plan.compiled.memory import batch_of
-from jaxdist.plan.remedies import changed
 from jaxdist.precision.policy import precision_of
 from jaxdist.step import make_train_step
 

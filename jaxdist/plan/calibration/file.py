@@ -1,6 +1,7 @@
 """The file of a calibration: what was measured, on what, and whether it still holds."""
 
 import json
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,10 +67,10 @@ class Calibration(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """The relative difference below which two predictions are a tie: the larger of the spreads of computation and
-        of the links, and 2 % at least."""
+        """The relative difference below which two predictions are a tie: the larger of the usual spread of computation
+        and those of the links, and 2 % at least."""
         links = [each.spread for each in (self.inside, self.between) if each is not None]
-        return max(0.02, *(each.spread for each in self.compute), *links)
+        return max(0.02, statistics.median(each.spread for each in self.compute), *links)
 
 
 def calibrated_subject(config: Config) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def fitted(timed: dict[tuple[str, int], Timed], n: int, *, declared: float | Non
             f"calibrate: {rate / 1e6:.4g} MB/s was measured on a link of {declared / 1e6:.4g} MB/s: messages went into"
             " a buffer or a burst; give --burst BYTES of the link, or another --link"
         )
-    spread = max(each.spread for (_, size), each in timed.items() if size != _SMALL)
+    spread = statistics.median(each.spread for (_, size), each in timed.items() if size != _SMALL)
     return MeasuredLink(latency, rate, spread)
 
 

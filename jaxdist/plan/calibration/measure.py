@@ -17,11 +17,14 @@ MOST_SHAPES = 12
 
 
 def shapes_of(config: Config, devices: int) -> list[LocalShape]:
-    """Local shapes that layouts on that many devices have: each remat with two numbers of sequences; and parts of
-    layers, where the model can be measured in parts."""
+    """Local shapes that layouts on that many devices have.
+
+    Each remat with the numbers of sequences of small microbatches, of plain data parallelism, and of two replicas; and
+    parts of layers, where the model can be measured in parts.
+    """
     remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
     batch = config.data.global_batch
-    rows = sorted({max(1, batch // devices), max(1, batch // min(devices, 2))})
+    rows = sorted({max(1, batch // parts) for parts in (4 * devices, devices, min(devices, 2))})
     parts = [n for n in (2, 4, 8) if n <= devices and can_narrow(config) and config.model.heads % n == 0]
     whole = [LocalShape(remat, 1, count) for remat in remats for count in rows]
     return [*whole, *(LocalShape("none", n, rows[-1]) for n in parts)][:MOST_SHAPES]

@@ -1,6 +1,7 @@
 """Forms of microbatches: what of a configuration decides what a microbatch sends, and the traces that tell it."""
 
 import functools
+import math
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -50,21 +51,25 @@ def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts
     apart = prefetch or config.memory.remat == "sqrt"
     largest = max(parallel.stages, default=layers // (stages * parallel.chunks))
     loss = (samples, config.data.seq_len, config.model.vocab, config.model.loss_chunk, config.precision, config.mesh)
-    chunked = known.get(("chunked", *loss), lambda: _chunked(config, samples))
-    whole = samples if chunked or _in_pieces(config) else 0
+    padded = known.get(("padded", *loss), lambda: _padded(config, samples))
+    whole = samples if padded or _in_pieces(config) else 0
     masked = pipeline and (ring or not parallel.pipeline_cond)
     return Form(prefetch, pipeline, masked, facts.split_backward, largest if apart else 1, whole)
 
 
-def _chunked(config: Config, samples: int) -> bool:
-    """Whether the loss is computed in chunks of tokens, the last of which may be padded."""
+def _padded(config: Config, samples: int) -> bool:
+    """Whether the loss is computed in chunks of tokens, the last of which is padded.
+
+    Chunks without padding send the bytes of the whole; that they do it in more calls is left out.
+    """
     if config.model.vocab is None or config.mesh.tensor == 1:
         return False
     h = jax.ShapeDtypeStruct(
         (samples, config.data.seq_len // config.mesh.context, 1), precision_of(config.precision).compute
     )
     table = jax.ShapeDtypeStruct((config.model.vocab // config.mesh.tensor, 1), h.dtype)
-    return bool(loss_chunk(h, table, config.model.loss_chunk))
+    chunk = loss_chunk(h, table, config.model.loss_chunk)
+    return bool(chunk and math.prod(h.shape) % chunk)
 
 
 def _in_pieces(config: Config) -> bool:

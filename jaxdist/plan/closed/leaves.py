@@ -1,16 +1,18 @@
 """The parameters of a configuration as its devices hold them, leaf by leaf, without a trace of the step."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import make_model, prefetches_on, step_options
+from jaxdist.build import form_of, make_model, prefetches_on, step_options
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES, AnyMesh, abstract_mesh
+from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.pipeline.stages import arrange
 from jaxdist.precision.policy import precision_of
 from jaxdist.specs import bytes_per_device, named_leaves
 
@@ -54,11 +56,21 @@ class Known:
 
     def model(self, config: Config) -> Any:
         """The model of a configuration for training (`jaxdist.build.make_model`)."""
+        parallel, stages = config.parallel, config.mesh.pipe
+        base = self.model_in_order(config)
+        if not isinstance(base, ModelDef):
+            return base
+        arranged = ("arranged", *of_layers(config), stages, parallel.chunks, parallel.stages)
+        return self.get(arranged, lambda: arrange(base, stages=stages, chunks=parallel.chunks, blocks=parallel.stages))
+
+    def model_in_order(self, config: Config, attention: str = "xla") -> Any:
+        """The model with its blocks in order, as one stage has them. attention: the kernel, see `make_model`."""
 
         def make() -> Any:
-            return make_model(config, precision_of(config.precision), stages=config.mesh.pipe, training=True)
+            alone = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))
+            return make_model(alone, precision_of(config.precision), stages=1, training=True, attention=attention)
 
-        return self.get(("model", *model_key(config)), make)
+        return self.get(("model", *of_layers(config), attention), make)
 
     def leaves(self, config: Config) -> tuple[Leaf, ...]:
         """The parameters of a configuration, in the order of its tree. The model must have blocks (`ModelDef`)."""
@@ -85,10 +97,9 @@ class Known:
 
 def of_layers(config: Config) -> tuple[Any, ...]:
     """What `make_model` reads of a configuration, but for the stages that blocks are arranged for."""
-    mesh, parallel = config.mesh, config.parallel
-    form = () if mesh.context == 1 else (parallel.context, mesh.context, mesh.tensor)
-    split = (parallel.sequence_parallel, parallel.collective_matmul)
-    return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split, form)
+    parallel = config.parallel
+    split = (parallel.sequence_parallel, parallel.collective_matmul, form_of(config))
+    return (config.model, config.data.seq_len, config.precision, config.optimizer.lora, *split)
 
 
 def model_key(config: Config) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.plan.explain import MEASURED, NOT_HERE, Explanation
-from jaxdist.plan.remedies import Table
 from jaxdist.plan.traced.activations import BETWEEN_STAGES
 from jaxdist.plan.traced.sharding import aligned, rows_as_text
 from jaxdist.specs import format_bytes
@@ -81,40 +80,6 @@ def memory_table(memory: Mapping[str, int]) -> list[str]:
     """The lines of a table of {purpose: bytes of one device}."""
     rows = [(f"  {name}", format_bytes(size), f"{size:,}") for name, size in memory.items()]
     return ["Memory of a device:", *aligned(rows, right=(1, 2))]
-
-
-def remedies_text(table: Table) -> str:
-    """The table of remedies: what each change saves on a device and what it costs, the best first."""
-    now = table.now
-    lines = [("remedy", "peak", "saves", "", "FLOPs", "sent")]
-    compiled = [(each, each.cost) for each in table.remedies if each.cost is not None]
-    for each, cost in compiled:
-        saved, peak = table.saved(each), format_bytes(cost.memory.peak)
-        flops = _growth(cost.flops, now.flops, f"{cost.flops:.3g}")
-        sent = _growth(cost.wire_bytes, now.wire_bytes, format_bytes(cost.wire_bytes))
-        part = f"{saved / now.memory.peak:.1%}"
-        lines.append((" ".join(each.overrides), peak, format_bytes(saved), part, flops, sent))
-    text = [
-        f"Remedies. As it is, a device needs {format_bytes(now.memory.peak)} at the peak of a step (state, batch, and "
-        f"{format_bytes(now.memory.temporary)} temporary), computes {now.flops:.3g} FLOPs in matrix products, and "
-        f"sends {format_bytes(now.wire_bytes)}:",
-        *aligned(lines, right=(1, 2, 3, 4, 5)),
-    ]
-    for each, cost in compiled:
-        if moved := cost.memory.host - now.memory.host:
-            text.append(
-                f"{' '.join(each.overrides)}: {format_bytes(moved)} a device is stored in host memory; each step"
-                " fetches it and puts it back"
-            )
-    for each in table.remedies:
-        if each.refused:
-            text.append(f"left out: {' '.join(each.overrides) or each.name}: {each.refused}")
-    return "\n".join(text)
-
-
-def _growth(value: float, before: float, alone: str) -> str:
-    """The growth of a figure in percent: "+12.5%"; `alone` if it was 0 before."""
-    return f"{value / before - 1:+.1%}" if before else alone
 
 
 def _comparison(explanation: Explanation) -> list[str]:

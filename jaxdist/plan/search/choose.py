@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxdist.config.entries import ScheduleFacts
+from jaxdist.config.checks import prefetches
+from jaxdist.config.entries import ModelFacts, ScheduleFacts
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
+from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
 from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
 from jaxdist.plan.closed.sent import bytes_by_axes
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.seconds import Seconds, seconds_of
-from jaxdist.plan.search.space import Layout, checked, layouts
+from jaxdist.plan.search.space import Layout, checked, layout_of, layouts
 
 ROOM = 2.2  # candidates that need up to so many times the memory are predicted too: for "with twice the memory"
 MOST_KEPT = 400  # candidates that are kept with all figures
@@ -118,13 +120,35 @@ def search(
 
 def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known) -> Predicted:
     """The figures of a layout. One that needs more than `ROOM` times the memory has no seconds."""
-    memory = memory_of(config, known)
+    memory = memory_of(config, known, most=ROOM * cluster.memory)
     if memory[PEAK] > ROOM * cluster.memory:
         return Predicted(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0, 0.0), memory, math.inf)
     sent = list(sends_of(config, known))
     seconds = seconds_of(config, cluster, sent, (memory["parameters"], memory["optimizer state"]), known)
     of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts
     return Predicted(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
+
+
+def step_seconds(config: Config, cluster: PlanCluster, known: Known) -> float | None:
+    """Predicted seconds of a step of a configuration as it is, whatever memory it needs; None where none can be."""
+    if unplannable(config) is not None:
+        return None
+    roomy = cluster._replace(memory=math.inf)
+    config = changed(config, {"parallel.prefetch": int(prefetches(config, gpu=cluster.gpu))})
+    return predicted(layout_of(config), config, roomy, known).seconds.total
+
+
+def unplannable(config: Config) -> str | None:
+    """Why a step cannot be predicted: its parts are not known without tracing it. None: it can."""
+    if ModelFacts.of(config.model.name).user_loss:
+        return (
+            f"model.name {config.model.name!r} is a loss, one unit whose work is not known by blocks; allowed: a"
+            " model with blocks, such as gpt; or compare layouts with jaxdist bench and jaxdist explain --remedies"
+        )
+    for key, on in (("distill.teacher", config.distill.on), ("parallel.local.every", config.parallel.local.on)):
+        if on:
+            return f"{key} is set, and its part of a step is not predicted; plan without it"
+    return None
 
 
 def _kept(layout: Layout) -> tuple[object, object]:

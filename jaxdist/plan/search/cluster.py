@@ -40,7 +40,6 @@ class PlanCluster(NamedTuple):
     hidden: {kind of traffic: the share of it that may run beside computation}.
     spread: the relative difference below which two predictions are a tie.
     measured: the seconds of the model's own units, where they were.
-    bubble: how much of a pipeline's bubble costs time: less where hosts share cores, which busy stages take then.
     """
 
     name: str
@@ -55,7 +54,6 @@ class PlanCluster(NamedTuple):
     hidden: Mapping[str, float]
     spread: float
     measured: Calibration | None = None
-    bubble: float = 1.0
 
     @property
     def gpu(self) -> bool:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES
+from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
-from jaxdist.plan.remedies import changed
 from jaxdist.plan.search.choose import Predicted, Search, Tie, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.space import Layout

@@ -8,20 +8,19 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from jaxdist.config.entries import ModelFacts
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
 from jaxdist.mesh import AXES
+from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
-from jaxdist.plan.remedies import changed
-from jaxdist.plan.search.choose import Predicted, Search, Tie, by_seconds, predicted, search, tie_of
+from jaxdist.plan.search.choose import Predicted, Search, Tie, by_seconds, predicted, search, tie_of, unplannable
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.confirm import COMPILED, TRACED, confirm
 from jaxdist.plan.search.reasons import Other, Turn, does_not_fit, others, slower, turns
-from jaxdist.plan.search.space import Layout, checked
+from jaxdist.plan.search.space import Layout, checked, layout_of
 
 
 class LayoutPlan(NamedTuple):
@@ -72,7 +71,8 @@ def plan_layout(
 
     Raises `UserError` if no layout is allowed, or none fits.
     """
-    _check_plannable(config)
+    if (why := unplannable(config)) is not None:
+        raise UserError(f"plan: {why}")
     known = known or Known()
     found = search(config, cluster, known, progress=progress)
     notes = list[str]()
@@ -95,18 +95,6 @@ def plan_layout(
     progress("what would have to be true for another layout to win")
     argued = None if asked is None else argue(config, asked, cluster, tie, known)
     return LayoutPlan(config, found, tie, others(found, tie), turns(config, found, tie, known), notes, basis, argued)
-
-
-def _check_plannable(config: Config) -> None:
-    """Raise `UserError` for a step whose parts are not known without tracing it."""
-    if ModelFacts.of(config.model.name).user_loss:
-        raise UserError(
-            f"plan: model.name {config.model.name!r} is a loss, one unit whose work is not known by blocks; allowed: a"
-            " model with blocks, such as gpt; or compare layouts with jaxdist bench and jaxdist explain --remedies"
-        )
-    for key, on in (("distill.teacher", config.distill.on), ("parallel.local.every", config.parallel.local.on)):
-        if on:
-            raise UserError(f"plan: {key} is set, and its part of a step is not predicted; plan without it")
 
 
 def argue(config: Config, layout: Layout, cluster: PlanCluster, tie: Tie, known: Known) -> Other:
@@ -185,16 +173,6 @@ def launch_command(plan: LayoutPlan, path: str) -> str:
     if plan.cluster.hosts == 1:
         return f"jaxdist train {path}"
     return f"jaxdist launch --nnodes {plan.cluster.hosts} --node-rank R --coordinator HOST:PORT -- jaxdist train {path}"
-
-
-def layout_of(config: Config) -> Layout:
-    """The layout that a configuration has."""
-    values: dict[str, Any] = {f"mesh.{axis}": getattr(config.mesh, axis) for axis in AXES}
-    for key in ("strategy", "schedule", "chunks", "stages", "prefetch", "sequence_parallel", "microbatches"):
-        values[f"parallel.{key}"] = getattr(config.parallel, key)
-    values["memory.remat"] = config.memory.remat
-    values["memory.offload.optimizer"] = config.memory.offload.optimizer
-    return Layout(tuple(values.items()))
 
 
 def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:

@@ -60,7 +60,7 @@ def seconds_of(
     """
     sizes, parallel = asdict(config.mesh), config.parallel
     work, passes = computing_of(config, cluster, known)
-    bubble = cluster.bubble * work * bubble_of(config, passes, known)
+    bubble = work * bubble_of(config, passes, known)
     waiting, between = _waiting(sent, config, cluster, work + bubble)
     parameters, optimizer = state
     moved = _PARAMETER_PASSES * parameters + _STATE_PASSES * optimizer

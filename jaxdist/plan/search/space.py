@@ -13,7 +13,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import AXES, BATCH_AXES
 from jaxdist.plan.calibration.file import REMATS
-from jaxdist.plan.remedies import changed, typed
+from jaxdist.plan.changes import changed, typed
 
 MOST_MICROBATCHES = 64  # more hide hardly more of a bubble
 LONG_SEQUENCE = 16384  # positions from which on activations of one sequence may be split
@@ -98,8 +98,11 @@ def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Lay
     than 1F1B; zero strategies without shards. `context` is tried where sequences are long, or fewer than devices.
     """
     sharded = [name for name in registry.names(StrategyFacts.folder) if StrategyFacts.of(name).sharded]
-    for sizes in axis_splits(devices, _axes(config, devices)):
-        if sizes.get("tensor", 1) > per_host:
+    # Short sequences are split only as far as there are fewer of them than devices, or as they are now.
+    longest = max(devices // config.data.global_batch, config.mesh.context)
+    longest = devices if config.data.seq_len >= LONG_SEQUENCE else longest
+    for sizes in axis_splits(devices, [axis for axis in AXES if axis not in axes_without_layers(config)]):
+        if sizes.get("tensor", 1) > per_host or sizes.get("context", 1) > longest:
             continue
         shards = sizes.get("fsdp", 1) * sizes.get("context", 1)
         strategies = ["ddp"] if shards == 1 else [*(["ddp"] if sizes.get("fsdp", 1) == 1 else []), *sharded]
@@ -132,13 +135,6 @@ def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> l
     ]
 
 
-def _axes(config: Config, devices: int) -> list[str]:
-    """The axes whose sizes are tried."""
-    unused = axes_without_layers(config)
-    long = config.data.seq_len >= LONG_SEQUENCE or config.data.global_batch < devices or config.mesh.context > 1
-    return [axis for axis in AXES if axis not in unused and (axis != "context" or long)]
-
-
 def _schedules(config: Config, stages: int) -> list[tuple[str, int]]:
     """(schedule, chunks) that are tried for a number of stages."""
     if stages == 1:
@@ -147,6 +143,16 @@ def _schedules(config: Config, stages: int) -> list[tuple[str, int]]:
     found = [("one_f_one_b", 1), ("zero_bubble", 1)]
     layers = config.model.stacked or 0
     return found + [("interleaved", chunks) for chunks in (2, 4) if layers % (stages * chunks) == 0]
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout that a configuration has."""
+    values: dict[str, Any] = {f"mesh.{axis}": getattr(config.mesh, axis) for axis in AXES}
+    for key in ("strategy", "schedule", "chunks", "stages", "prefetch", "sequence_parallel", "microbatches"):
+        values[f"parallel.{key}"] = getattr(config.parallel, key)
+    values["memory.remat"] = config.memory.remat
+    values["memory.offload.optimizer"] = config.memory.offload.optimizer
+    return Layout(tuple(values.items()))
 
 
 def checked(config: Config, layout: Layout, *, gpu: bool) -> Config | str:

@@ -6,7 +6,8 @@ from jaxdist.config.schema import Config
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.search.choose import Predicted
 from jaxdist.plan.search.reasons import duration
-from jaxdist.plan.search.result import LayoutPlan, layout_of
+from jaxdist.plan.search.result import LayoutPlan
+from jaxdist.plan.search.space import layout_of
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.specs import format_bytes
 

@@ -17,9 +17,9 @@ from jaxdist.config.schema import Config
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
 from jaxdist.parallel.blocks.remat import rematerialise
+from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.compiled.memory import batch_of
-from jaxdist.plan.remedies import changed
 from jaxdist.plan.traced.flops import bytes_of_products, flops_of
 from jaxdist.precision.policy import precision_of
 from jaxdist.specs import STACKED

@@ -15,8 +15,9 @@ from jaxdist.observe import redact_settings
 from jaxdist.plan.compiled.hardware import GPUS, gpu_of
 from jaxdist.plan.compiled.memory import check_windows
 from jaxdist.plan.explain import explain
-from jaxdist.plan.remedies import remedies
-from jaxdist.plan.report.text import memory_text, remedies_text
+from jaxdist.plan.remedies.table import assumed_cluster, remedies
+from jaxdist.plan.remedies.text import remedies_text
+from jaxdist.plan.report.text import memory_text
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,22 +41,30 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     file = folder / "config.yaml"
     if not file.exists():  # the run had not begun
         replace_file(file, to_yaml(config, redact_settings).encode())
-    command, planning = f"jaxdist explain {file} --remedies", _planning(config, file)
+    command, gpu = f"jaxdist explain {file} --remedies", _gpu_here()
+    cluster = None if gpu is None else assumed_cluster(config, gpu)
     try:
-        table = remedies(config, progress=_say) if compiling else None
+        table = remedies(config, cluster=cluster, progress=_say) if compiling else None
     except jax.errors.JaxRuntimeError as error:
         _say(f"the remedies cannot be compiled here: {str(error).splitlines()[0]}")
         table = None
-    _say(remedies_text(table) if table is not None else f"what would save memory, and how much: {command}")
-    _say(f"a layout that fits, the fastest, with reasons: {planning}")
+    if table is None:
+        _say(f"what would save memory, and how much: {command}")
+    else:
+        _say(remedies_text(table, predicted_for="" if cluster is None else f"{cluster.devices} x {cluster.name}"))
+    _say(f"a layout that fits, the fastest, with reasons: {_planning(config, file, gpu)}")
 
 
-def _planning(config: Config, file: Path) -> str:
+def _gpu_here() -> str | None:
+    """The name in the table of GPUs of this job's devices."""
+    found = gpu_of(jax.devices()[0].device_kind)
+    return next((name for name, gpu in GPUS.items() if gpu is found), None)
+
+
+def _planning(config: Config, file: Path, gpu: str | None) -> str:
     """The command that plans this configuration for the devices of this job, and writes one that fits."""
     devices, hosts = math.prod(asdict(config.mesh).values()), jax.process_count()
-    kind = jax.devices()[0].device_kind
-    name = next((name for name, gpu in GPUS.items() if gpu is gpu_of(kind)), "NAME")
-    cluster = f"--gpu {name} --hosts {hosts} --gpus-per-host {devices // hosts}"
+    cluster = f"--gpu {gpu or 'NAME'} --hosts {hosts} --gpus-per-host {devices // hosts}"
     return f"jaxdist plan {file} {cluster} --out plan && jaxdist train plan/plan.yaml"
 
 

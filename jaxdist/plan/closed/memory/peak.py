@@ -41,27 +41,37 @@ MARGIN = (0.93, 1.04, 1.17)
 BOUNDS = (0.8, 1.4)
 
 
-def memory_of(config: Config, known: Known) -> dict[str, int]:
+def memory_of(config: Config, known: Known, *, most: float = math.inf) -> dict[str, int]:
     """{part: bytes of one device} at the time of a step when it holds most, and their sum, `PEAK`.
 
     Parts in host memory (`HOST_PARTS`) are not in the sum.
+
+    most: where state, batch and gradients alone are more bytes, the parts are these: nothing is traced for what is left
+        out anyway.
     """
     if ModelFacts.of(config.model.name).user_loss or config.distill.on or config.parallel.local.on:
         return _traced(config)
     mesh, parallel, rest = config.mesh, config.parallel, at_rest(config, known)
     key = ("batch", mesh_sizes(config), config.data.global_batch, config.data.seq_len)
     batch = known.get(key, lambda: resident_bytes(batch_of(config, planned_mesh(config))))
+    fetched = rest.state.get(IN_HOST_MEMORY, 0)
+    summed: Phase = {OF_GRADIENTS: sum(rest.gradients.values()) + rest.shards, OF_COPIES: rest.copies}
+    phases: list[Phase] = [summed, {OF_GRADIENTS: rest.shards, OF_THE_UPDATE: rest.update + fetched}]
+    found = _with_peak(rest.state | {"batch": batch}, phases)
+    if found[PEAK] > most:
+        return found
     parts = parallel.microbatches
     if parallel.grad_sync.deterministic:
         parts = parallel.grad_sync.virtual_shards // (mesh.data * mesh.fsdp * mesh.expert)
     rows = config.data.global_batch / (mesh.data * mesh.fsdp * mesh.expert * parts)
     sizes = {name: line(rows) for name, line in units_of(config, known)._asdict().items()}
-    phases = _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
-    fetched = rest.state.get(IN_HOST_MEMORY, 0)
-    phases.append({OF_GRADIENTS: sum(rest.gradients.values()) + rest.shards, OF_COPIES: rest.copies})
-    phases.append({OF_GRADIENTS: rest.shards, OF_THE_UPDATE: rest.update + fetched})
-    most = max(phases, key=lambda phase: sum(phase.values()))
-    found = rest.state | {"batch": batch} | {part: round(size) for part, size in most.items()}
+    phases += _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
+    return _with_peak(rest.state | {"batch": batch}, phases)
+
+
+def _with_peak(held: dict[str, int], phases: list[Phase]) -> dict[str, int]:
+    """What is held all the time, with what the largest phase adds, and the sum."""
+    found = held | {part: round(size) for part, size in max(phases, key=lambda phase: sum(phase.values())).items()}
     return found | {PEAK: sum(size for part, size in found.items() if part not in HOST_PARTS)}
 
 

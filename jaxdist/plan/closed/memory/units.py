@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import attention_of, make_model, step_options
+from jaxdist.build import attention_of, step_options
 from jaxdist.collectives import to_varying
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.schema import Config
@@ -33,6 +33,7 @@ from jaxdist.plan.traced.liveness import peak_bytes
 from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, without_idle
 
 TRACED_ROWS = (2, 4)  # of a device: the numbers for which units are traced
+TRACED_BLOCKS = (2, 4)  # of a stage: the numbers for which a pipeline's units are traced
 
 
 class RowLine(NamedTuple):
@@ -44,6 +45,10 @@ class RowLine(NamedTuple):
     def __call__(self, rows: float) -> float:
         """Bytes for so many rows."""
         return self.fixed + self.row * rows
+
+    def towards(self, other: "RowLine", share: float) -> "RowLine":
+        """The line between this one (share 0) and another (1), or beyond; nothing takes less than 0 bytes."""
+        return RowLine(*(max(0.0, a + share * (b - a)) for a, b in zip(self, other, strict=True)))
 
 
 class UnitMemory(NamedTuple):
@@ -79,59 +84,70 @@ def units_of(config: Config, known: Known) -> UnitMemory:
             ScheduleFacts.of(parallel.schedule).split_backward and mesh.pipe > 1,
         ),
     )
-    axes = (mesh.expert, mesh.context, mesh.tensor, 1 if mesh.data * mesh.fsdp == 1 else 2, 1 if mesh.fsdp == 1 else 2)
+    # Where parameters are gathered at each use it matters over which axes; else they are used whole.
+    gathers = regathers and parallel.reshard_after_forward and mesh.fsdp * mesh.context > 1
+    axes = (mesh.expert, mesh.context, mesh.tensor, gathers and (parallel.strategy, mesh.fsdp > 1))
     how = (config.memory.remat, parallel.min_shard_bytes, parallel.grad_sync, config.optimizer.freeze)
-    stage = (mesh.pipe, parallel.chunks, parallel.stages)
-    key = ("units", *of_layers(config), *axes, *how, *stage, regathers and parallel.reshard_after_forward, split)
+    stacked = jax.tree.leaves(known.model(config).shapes[STACKED])[0].shape[0]
+    blocks = stacked // (mesh.pipe * parallel.chunks)  # of a stage or chunk: with unequal ones, the largest
+    # Of a pipeline any number of blocks is a line through two; but not where some of them are run together.
+    together = config.memory.remat == "sqrt" or getattr(config.model, "scan_blocks", 1) != 1
+    counts = TRACED_BLOCKS if mesh.pipe > 1 and not together else (blocks,)
+    key = ("units", *of_layers(config), *axes, *how, mesh.pipe > 1, counts, split)
 
-    def make() -> UnitMemory:
-        found = [_Traced(config, known, regathers=regathers, split=split).at(rows) for rows in TRACED_ROWS]
+    def make() -> tuple[UnitMemory, ...]:
+        traced = _Traced(config, known, gathers=gathers, split=split)
+        return tuple(_by_rows(*(traced.at(rows, count) for rows in TRACED_ROWS)) for count in counts)
 
-        def line(name: str) -> RowLine:
-            low, high = (each.get(name, 0.0) for each in found)
-            row = max(0.0, (high - low) / (TRACED_ROWS[1] - TRACED_ROWS[0]))
-            return RowLine(max(0.0, low - row * TRACED_ROWS[0]), row)
+    found: tuple[UnitMemory, ...] = known.get(key, make)
+    few, many = found[0], found[-1]
+    share = (blocks - counts[0]) / max(1, counts[-1] - counts[0])
+    return UnitMemory(*(one.towards(other, share) for one, other in zip(few, many, strict=True)))
 
-        return UnitMemory(*map(line, UnitMemory._fields))
 
-    found: UnitMemory = known.get(key, make)
-    return found
+def _by_rows(few: dict[str, float], many: dict[str, float]) -> UnitMemory:
+    """The lines through the bytes of two numbers of rows, `TRACED_ROWS`."""
+    fewer, more = TRACED_ROWS
+
+    def line(name: str) -> RowLine:
+        low, high = few.get(name, 0.0), many.get(name, 0.0)
+        row = max(0.0, (high - low) / (more - fewer))
+        return RowLine(max(0.0, low - row * fewer), row)
+
+    return UnitMemory(*map(line, UnitMemory._fields))
 
 
 class _Traced:
     """The units of a configuration's model on a small mesh."""
 
-    def __init__(self, config: Config, known: Known, *, regathers: bool, split: bool) -> None:
+    def __init__(self, config: Config, known: Known, *, gathers: bool, split: bool) -> None:
         mesh = config.mesh
         axes = {axis: getattr(mesh, axis) for axis in ("expert", "context", "tensor")}
-        self.mesh = abstract_mesh(**axes, **({"fsdp": 2} if mesh.fsdp > 1 else {"data": 2} if mesh.data > 1 else {}))
+        self.mesh = abstract_mesh(**axes, **{"fsdp" if gathers and mesh.fsdp > 1 else "data": 2})
         options = step_options(config, self.mesh)
         self.options = replace(
             options,
             # Whole copies are used as whole parameters are.
-            strategy=options.strategy if regathers else "ddp",
+            strategy=options.strategy if gathers else "ddp",
             schedule="accumulate",
             microbatches=1,
             prefetch=0,
             remat="full" if options.remat == "offload" else options.remat,
         )
         self.pipeline, self.split, self.config = mesh.pipe > 1, split, config
-        stacked = jax.tree.leaves(known.model(config).shapes[STACKED])[0].shape[0]
-        blocks = stacked // (mesh.pipe * config.parallel.chunks)  # of a stage or chunk: with unequal ones, the largest
-        alone = replace(config, parallel=replace(config.parallel, chunks=1, stages=()))
-        attention = attention_of(config, options.precision, self.mesh)[0]
-        model: Any = make_model(alone, options.precision, stages=1, training=True, attention=attention)
-        cut = lambda leaf: jax.ShapeDtypeStruct((blocks, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
-        self.shapes = {**model.shapes, STACKED: jax.tree.map(cut, model.shapes[STACKED])}
+        model = known.model_in_order(config, attention_of(config, options.precision, self.mesh)[0])
+        self.shapes = model.shapes
         self.strategy = get_strategy(self.options)
         placed = self.strategy.place(self.shapes, model.specs, self.mesh)
         self.specs = map_specs(lambda spec: without_idle(spec, self.mesh), placed)
         model = in_precision(model, options.precision)
         self.program: Program = make_program(model, self.strategy, self.specs, self.options)
 
-    def at(self, rows: int) -> dict[str, float]:
-        """Bytes by the fields of `UnitMemory`, for so many rows of a device."""
+    def at(self, rows: int, blocks: int) -> dict[str, float]:
+        """Bytes by the fields of `UnitMemory`, for so many rows of a device, and blocks of a stage."""
         found = dict[str, float]()
+        cut = lambda leaf: jax.ShapeDtypeStruct((blocks, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+        shapes = {**self.shapes, STACKED: jax.tree.map(cut, self.shapes[STACKED])}
 
         def region(params: PyTree, batch: PyTree) -> jax.Array:
             keys = sample_keys(0, jnp.int32(0), rows)
@@ -142,7 +158,7 @@ class _Traced:
 
         run = jax.shard_map(region, mesh=self.mesh, in_specs=(self.specs, batch_spec(self.mesh)), out_specs=P())
         data = self.config.data.replace(global_batch=rows * batch_shards(self.mesh))
-        jax.eval_shape(run, self.shapes, batch_of(replace(self.config, data=data), self.mesh))
+        jax.eval_shape(run, shapes, batch_of(replace(self.config, data=data), self.mesh))
         return found
 
     def units(self, diff: PyTree, captured: PyTree, batch: PyTree) -> dict[str, float]:

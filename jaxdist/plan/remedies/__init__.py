@@ -1,0 +1,1 @@
+"""Remedies for too little memory, alone and in pairs, with what each saves and costs."""
