@@ -127,6 +127,7 @@ def pairs(config: Config, names: Sequence[str]) -> list[Candidate]:
     for one, other in itertools.combinations([name for name, _ in REMEDIES if name in names], 2):
         first = candidate(config, one)
         assert first.config is not None, f"{one} is refused, or changes nothing"
-        if not first.values.keys() & dict(REMEDIES)[other](first.config).keys():
+        more = dict(REMEDIES)[other](first.config)  # empty, if the first leaves nothing for it to do
+        if more and not first.values.keys() & more.keys():
             found.append(candidate(config, one, other))
     return found

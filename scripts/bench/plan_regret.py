@@ -68,7 +68,8 @@ def config_of(name: str, cache: str = "") -> Config:
 
 def job(folder: Path, rounds: int, rate: str) -> int:
     """The work of one host: calibrate, then time all layouts by turns."""
-    os.sched_setaffinity(0, {int(os.environ["HOST_INDEX"])})  # before jax starts its threads
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["HOST_INDEX"])]})  # before jax starts its threads
     import jax
 
     from jaxdist.build import assemble
@@ -176,8 +177,8 @@ def main() -> int:
         return job(given.job, given.rounds, given.rates[0])
     if (problem := unavailable()) is not None:
         raise UserError(f"virtual hosts: {problem}")
-    if (os.cpu_count() or 1) < HOSTS:
-        raise UserError(f"each of {HOSTS} hosts needs a core, and this machine has {os.cpu_count()}; use a larger one")
+    if (cores := len(os.sched_getaffinity(0))) < HOSTS:
+        raise UserError(f"each of {HOSTS} hosts needs a core, and there are {cores} here; use a larger machine")
     load, results = os.getloadavg()[0], []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

@@ -164,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_page(folder: Path) -> Callable[[str], None]:
-    """Run the commands of a page, once, after those of the page whose files they use."""
+    """Run the commands of a page, after those of the page whose files they use; once, if they succeed."""
     environment = child.environment() | child.QUICK
     environment["PATH"] = os.pathsep.join([str(folder / "bin"), environment["PATH"]])
 
@@ -182,6 +182,7 @@ def run_page(folder: Path) -> Callable[[str], None]:
                 shell, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
             )
             assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}"
+            assert "Traceback" not in ran.stderr
 
     return run
 

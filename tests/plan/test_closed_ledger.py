@@ -49,6 +49,7 @@ CASES = {
     "vit, int8, offload": "mesh={data: 2, tensor: 2} model.name=vit data.source=digits model.image_size=16"
     " model.patch_size=4 model.classes=16 parallel.grad_sync.algorithm=balanced_fusion memory.remat=offload"
     " parallel.grad_sync.wire_dtype=int8 parallel.grad_sync.bucket_mb=0.01",
+    "a loss in chunks, fp16": "mesh={fsdp: 2, tensor: 2} model.loss_chunk=8 precision.policy=fp16 model.layers=2",
 }
 DRAWN, TOGETHER = 200, 10  # random configurations, and how many are one test
 

@@ -71,6 +71,13 @@ LAYOUTS = {
 }
 LIKE_TRACED: dict[str, Any] = {
     "zero3, full": ("mesh.fsdp=4", "parallel.strategy=zero3", "memory.remat=full", "parallel.microbatches=2"),
+    "zero3, gathered once": (
+        "mesh.fsdp=4",
+        "mesh.tensor=1",
+        "parallel.strategy=zero3",
+        "parallel.reshard_after_forward=false",
+        "memory.remat=dots",
+    ),
     "zero_bubble, dots": (*PIPE, "mesh.data=2", "mesh.fsdp=1", "parallel.schedule=zero_bubble", "memory.remat=dots"),
     "one_f_one_b, tensor": (
         *PIPE,

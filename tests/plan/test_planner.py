@@ -19,6 +19,7 @@ from jaxdist.observe.report.sections.plan import compared, plan_section
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.closed.sent import Transfer, rounds
+from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.search.choose import Predicted, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import others
@@ -38,6 +39,7 @@ TINY = (
     "parallel.microbatches=1",
 )
 
+NOTHING = {"parameters": 0, "optimizer state": 0}  # bytes at rest
 KNOWN = Known()  # shared: the tests plan the same model
 
 
@@ -98,15 +100,15 @@ def test_seconds_by_hand() -> None:
     config = tiny("mesh={data: 2}")
     slow = cluster(inside=Link(0.25, 1.0), flops=math.inf, bandwidth=math.inf, to_host=1.0, hidden={"gradients": 0.95})
     sent = [Transfer("psum", ("data",), 2, 3.0, (2,), "once a step", "gradients")]
-    found = seconds_of(config, slow, sent, (0, 8), KNOWN)
+    found = seconds_of(config, slow, sent, {"parameters": 0, "optimizer state": 8}, KNOWN)
     assert found.waiting == {("data",): pytest.approx(2 * (3.0 + 2 * 0.25))}
     assert found.computing == found.bubble == found.optimizer == found.host == found.between == 0.0
-    offloaded = seconds_of(tiny("mesh={data: 2}", "memory.offload.optimizer=true"), slow, [], (0, 8), KNOWN)
+    offloaded = seconds_of(config, slow, [], {**NOTHING, IN_HOST_MEMORY: 8}, KNOWN)
     assert offloaded.parts() == {"host memory": 16.0}
     # Beside computation that takes no time, nothing is hidden; beside long computation, 95 % of it.
     hidden = [sent[0]._replace(phase="backward")]
-    assert seconds_of(config, slow, hidden, (0, 0), KNOWN).waiting[("data",)] == pytest.approx(7.0)
-    busy = seconds_of(config, slow._replace(flops=1e3), hidden, (0, 0), KNOWN)
+    assert seconds_of(config, slow, hidden, NOTHING, KNOWN).waiting[("data",)] == pytest.approx(7.0)
+    busy = seconds_of(config, slow._replace(flops=1e3), hidden, NOTHING, KNOWN)
     assert busy.computing > 1e3 and busy.waiting[("data",)] == pytest.approx(0.05 * 7.0)
 
 
@@ -116,7 +118,7 @@ def test_latency_counts_once_for_what_is_combined() -> None:
     one = Transfer("psum", ("data",), 2, 3.0, (2,), "backward", "gradients")
     other = one._replace(wire_bytes=5.0, calls=(1,))
     found = [
-        seconds_of(config, slow, [each._replace(what=what) for each in (one, other)], (0, 0), KNOWN).waiting[("data",)]
+        seconds_of(config, slow, [each._replace(what=what) for each in (one, other)], NOTHING, KNOWN).waiting[("data",)]
         for what in ("gradients", "activations")
     ]
     assert found == [pytest.approx(2 * 3 + 5 + 2 * 2 * 0.5), pytest.approx(2 * 3 + 5 + 3 * 2 * 0.5)]
@@ -125,7 +127,7 @@ def test_latency_counts_once_for_what_is_combined() -> None:
 def test_a_pipeline_waits_for_its_bubble() -> None:
     """Of 1F1B with S stages and M microbatches whose F, B and W take the same: (S - 1) / M."""
     pipe = ("mesh={pipe: 2}", "parallel.schedule=one_f_one_b", "parallel.microbatches=2")
-    found = seconds_of(tiny(*pipe), cluster(), [], (0, 0), KNOWN)
+    found = seconds_of(tiny(*pipe), cluster(), [], NOTHING, KNOWN)
     assert found.bubble == pytest.approx(found.computing / 2)
 
 

@@ -11,7 +11,7 @@ from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.search.choose import Predicted, predicted
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.result import candidate_to_json
-from jaxdist.plan.search.space import layout_of
+from jaxdist.plan.search.space import layout_of, with_prefetch
 from jaxdist.plan.traced.sharding import aligned
 
 
@@ -35,5 +35,5 @@ def check_run(folder: Path, cluster: PlanCluster | None) -> list[str]:
 
 
 def _predicted(folder: Path, cluster: PlanCluster) -> Predicted:
-    config = load_config(folder / "config.yaml", planned=True)
+    config = with_prefetch(load_config(folder / "config.yaml", planned=True), gpu=cluster.gpu)
     return predicted(layout_of(config), config, cluster._replace(memory=math.inf), Known())

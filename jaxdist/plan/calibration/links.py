@@ -1,4 +1,5 @@
-"""Measurement of links by collectives of growing size: one latency of a round, and one rate, for each link."""
+"""Measurement of links by collectives of growing size: for each link one latency of a round, one rate, and the share of
+it that each op reaches."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ PROBED_OPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
     "psum": lambda x, n: lax.psum(x, "ends"),
     "all_gather": lambda x, n: lax.all_gather(x, "ends", tiled=True),
     "reduce_scatter": lambda x, n: lax.psum_scatter(x, "ends", tiled=True),
+    "all_to_all": lambda x, n: lax.all_to_all(x, "ends", 0, 0, tiled=True),
     "ppermute": lambda x, n: lax.ppermute(x, "ends", [(i, (i + 1) % n) for i in range(n)]),
 }
 
@@ -50,26 +52,28 @@ def measure_link(
 
 
 def fitted(timed: dict[tuple[str, int], Timed], n: int, *, declared: float | None = None) -> MeasuredLink:
-    """The link from the seconds of collectives among n devices, {(op, elements): seconds}: medians over the ops, as a
-    line through two points of one op follows its noise.
+    """The link from the seconds of collectives among n devices, {(op, elements): seconds}.
+
+    The latency is a median over the ops, as a line through two points of one op follows its noise. The rate is that of
+    the fastest op: no link is slower than what it has carried.
 
     Raises `UserError` for a rate above the declared one.
     """
     small = {op: each.median for (op, size), each in timed.items() if size == _SMALL}
     latency = statistics.median(each / rounds(op, n) for op, each in small.items())
-    rates = []
+    rates = dict[str, float]()
     for (op, size), each in timed.items():
         if size != _SMALL:
             moving = max(each.median - latency * rounds(op, n), each.median / 4)
-            rates.append(wire_bytes(op, 4 * size, n) / moving)
-    rate = statistics.median(rates)
+            rates[op] = wire_bytes(op, 4 * size, n) / moving
+    rate = max(rates.values())
     if declared is not None and rate > _ABOVE * declared:
         raise UserError(
             f"calibrate: {rate / 1e6:.4g} MB/s was measured on a link of {declared / 1e6:.4g} MB/s: messages went into"
             " a buffer or a burst; give --burst BYTES of the link, or another --link"
         )
     spread = statistics.median(each.spread for (_, size), each in timed.items() if size != _SMALL)
-    return MeasuredLink(latency, rate, spread)
+    return MeasuredLink(latency, rate, spread, {op: each / rate for op, each in rates.items()})
 
 
 def _long_enough(op: str, mesh: Mesh, burst: int) -> int:

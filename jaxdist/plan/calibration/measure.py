@@ -13,8 +13,6 @@ from jaxdist.plan.calibration.blocks import LocalShape, can_narrow, measure_bloc
 from jaxdist.plan.calibration.file import REMATS, Calibration, calibrated_subject
 from jaxdist.plan.calibration.links import measure_link
 
-MOST_SHAPES = 12
-
 
 def shapes_of(config: Config, devices: int) -> list[LocalShape]:
     """Local shapes that layouts on that many devices have.
@@ -27,7 +25,7 @@ def shapes_of(config: Config, devices: int) -> list[LocalShape]:
     rows = sorted({max(1, batch // parts) for parts in (4 * devices, devices, min(devices, 2))})
     parts = [n for n in (2, 4, 8) if n <= devices and can_narrow(config) and config.model.heads % n == 0]
     whole = [LocalShape(remat, 1, count) for remat in remats for count in rows]
-    return [*whole, *(LocalShape("none", n, rows[-1]) for n in parts)][:MOST_SHAPES]
+    return [*whole, *(LocalShape("none", n, rows[-1]) for n in parts)]
 
 
 def calibrate(

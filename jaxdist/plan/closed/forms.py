@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxdist.build import form_of as context_form_of
 from jaxdist.build import step_options
@@ -51,17 +52,15 @@ def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts
     apart = prefetch or config.memory.remat == "sqrt"
     largest = max(parallel.stages, default=layers // (stages * parallel.chunks))
     loss = (samples, config.data.seq_len, config.model.vocab, config.model.loss_chunk, config.precision, config.mesh)
-    padded = known.get(("padded", *loss), lambda: _padded(config, samples))
-    whole = samples if padded or _in_pieces(config) else 0
+    chunked = known.get(("chunked", *loss), lambda: _by_chunks(config, samples))
+    whole = samples if chunked or _in_pieces(config) else 0
     masked = pipeline and (ring or not parallel.pipeline_cond)
     return Form(prefetch, pipeline, masked, facts.split_backward, largest if apart else 1, whole)
 
 
-def _padded(config: Config, samples: int) -> bool:
-    """Whether the loss is computed in chunks of tokens, the last of which is padded.
-
-    Chunks without padding send the bytes of the whole; that they do it in more calls is left out.
-    """
+def _by_chunks(config: Config, samples: int) -> bool:
+    """Whether the loss is computed in chunks of tokens that send other bytes than the whole: the last one is padded, or
+    they run forward again in the backward pass, as in float16. (That others take more calls is left out.)"""
     if config.model.vocab is None or config.mesh.tensor == 1:
         return False
     h = jax.ShapeDtypeStruct(
@@ -69,7 +68,7 @@ def _padded(config: Config, samples: int) -> bool:
     )
     table = jax.ShapeDtypeStruct((config.model.vocab // config.mesh.tensor, 1), h.dtype)
     chunk = loss_chunk(h, table, config.model.loss_chunk)
-    return bool(chunk and math.prod(h.shape) % chunk)
+    return bool(chunk and (math.prod(h.shape) % chunk or h.dtype == jnp.float16))
 
 
 def _in_pieces(config: Config) -> bool:

@@ -60,8 +60,11 @@ class Known:
         base = self.model_in_order(config)
         if not isinstance(base, ModelDef):
             return base
-        arranged = ("arranged", *of_layers(config), stages, parallel.chunks, parallel.stages)
-        return self.get(arranged, lambda: arrange(base, stages=stages, chunks=parallel.chunks, blocks=parallel.stages))
+
+        def make() -> ModelDef:
+            return arrange(base, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
+
+        return self.get(("arranged", *model_key(config)), make)
 
     def model_in_order(self, config: Config, attention: str = "xla") -> Any:
         """The model with its blocks in order, as one stage has them. attention: the kernel, see `make_model`."""

@@ -102,11 +102,11 @@ def remedies(config: Config, *, cluster: PlanCluster | None = None, progress: Ca
     def cost(other: Config) -> StepCost:
         return cost_of(other)._replace(seconds=cluster and step_seconds(other, cluster, known))
 
-    def compiled(those: Sequence[Candidate], first: int, last: int) -> list[Remedy]:
+    def compiled(those: Sequence[Candidate], what: str) -> list[Remedy]:
         found = [Remedy(each.name, each.overrides, None, each.refused) for each in those if each.refused]
         wanted = [(each.name, each.overrides, each.config) for each in those if each.config is not None]
-        for i, (name, overrides, other) in enumerate(wanted, start=first):
-            progress(f"compiling {i}/{last}: {' '.join(overrides)}")
+        for i, (name, overrides, other) in enumerate(wanted, start=1):
+            progress(f"compiling {what} {i}/{len(wanted)}: {' '.join(overrides)}")
             try:
                 _check_available(config, other)
                 found.append(Remedy(name, overrides, cost(other)))
@@ -114,15 +114,12 @@ def remedies(config: Config, *, cluster: PlanCluster | None = None, progress: Ca
                 found.append(Remedy(name, overrides, None, str(error)))
         return found
 
-    alone = candidates(config)
-    number = 1 + sum(each.config is not None for each in alone)
-    progress(f"compiling 1/{number}: as it is")
+    progress("compiling the step as it is")
     table = Table(cost(config), [])
-    found = compiled(alone, 2, number)
+    found = compiled(candidates(config), "change")
     saving = [each for each in found if each.cost is not None and table.saved(each) > 0]
     best = sorted(saving, key=table.saved, reverse=True)[:_PAIRED]
-    both = pairs(config, [each.name for each in best])
-    found += compiled(both, number + 1, number + sum(each.config is not None for each in both))
+    found += compiled(pairs(config, [each.name for each in best]), "pair")
     return table._replace(remedies=sorted(found, key=lambda each: each.cost.memory.peak if each.cost else math.inf))
 
 

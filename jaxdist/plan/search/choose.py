@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxdist.config.checks import prefetches
-from jaxdist.config.entries import ModelFacts, ScheduleFacts
+from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.plan.changes import changed
+from jaxdist.model import ModelDef
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
+from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
 from jaxdist.plan.closed.sent import bytes_by_axes
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.seconds import Seconds, seconds_of
-from jaxdist.plan.search.space import Layout, checked, layout_of, layouts
+from jaxdist.plan.search.space import Layout, checked, layouts, with_prefetch
 
 ROOM = 2.2  # candidates that need up to so many times the memory are predicted too: for "with twice the memory"
 MOST_KEPT = 400  # candidates that are kept with all figures
@@ -47,7 +47,8 @@ class Search(NamedTuple):
     """All candidates of a plan, predicted.
 
     fitting: those that fit by the closed form, the fastest first. tight: those that need more, up to `ROOM` times.
-    nearest: the one that needs least memory. refused: {reason: how many}, of those that are not allowed.
+    nearest: the one that needs least memory; what it needs may be more than said (`predicted`).
+    refused: {reason: how many}, of those that are not allowed.
     examples: one layout for each reason.
     considered: how many there were. took: seconds.
     """
@@ -119,28 +120,28 @@ def search(
 
 
 def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known) -> Predicted:
-    """The figures of a layout. One that needs more than `ROOM` times the memory has no seconds."""
+    """The figures of a layout. One that needs more than `ROOM` times the memory has no seconds, and its memory may be
+    that of state and gradients alone."""
     memory = memory_of(config, known, most=ROOM * cluster.memory)
     if memory[PEAK] > ROOM * cluster.memory:
         return Predicted(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0, 0.0), memory, math.inf)
     sent = list(sends_of(config, known))
-    seconds = seconds_of(config, cluster, sent, (memory["parameters"], memory["optimizer state"]), known)
+    seconds = seconds_of(config, cluster, sent, memory, known)
     of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts
     return Predicted(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
 
 
 def step_seconds(config: Config, cluster: PlanCluster, known: Known) -> float | None:
     """Predicted seconds of a step of a configuration as it is, whatever memory it needs; None where none can be."""
-    if unplannable(config) is not None:
+    if unplannable(config, known) is not None:
         return None
-    roomy = cluster._replace(memory=math.inf)
-    config = changed(config, {"parallel.prefetch": int(prefetches(config, gpu=cluster.gpu))})
-    return predicted(layout_of(config), config, roomy, known).seconds.total
+    config = with_prefetch(config, gpu=cluster.gpu)
+    return seconds_of(config, cluster, list(sends_of(config, known)), at_rest(config, known).state, known).total
 
 
-def unplannable(config: Config) -> str | None:
+def unplannable(config: Config, known: Known) -> str | None:
     """Why a step cannot be predicted: its parts are not known without tracing it. None: it can."""
-    if ModelFacts.of(config.model.name).user_loss:
+    if not isinstance(known.model(config), ModelDef):
         return (
             f"model.name {config.model.name!r} is a loss, one unit whose work is not known by blocks; allowed: a"
             " model with blocks, such as gpt; or compare layouts with jaxdist bench and jaxdist explain --remedies"

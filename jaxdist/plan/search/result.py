@@ -15,7 +15,7 @@ from jaxdist.files.regular import replace_file
 from jaxdist.mesh import AXES
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.closed.memory.peak import PEAK
+from jaxdist.plan.closed.memory.peak import PEAK, memory_of
 from jaxdist.plan.search.choose import Predicted, Search, Tie, by_seconds, predicted, search, tie_of, unplannable
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.confirm import COMPILED, TRACED, confirm
@@ -71,9 +71,9 @@ def plan_layout(
 
     Raises `UserError` if no layout is allowed, or none fits.
     """
-    if (why := unplannable(config)) is not None:
-        raise UserError(f"plan: {why}")
     known = known or Known()
+    if (why := unplannable(config, known)) is not None:
+        raise UserError(f"plan: {why}")
     found = search(config, cluster, known, progress=progress)
     notes = list[str]()
     if traced or compiled:
@@ -85,7 +85,7 @@ def plan_layout(
         certain = [each for each in confirmed.candidates if each.how != "closed form" or each.peak <= cluster.memory]
         found = found._replace(fitting=by_seconds(certain))
     if not found.fitting:
-        nearest = found.nearest
+        nearest = _with_all_memory(found.nearest, known)
         raise UserError(
             f"plan: no layout of {cluster.devices} x {cluster.name} fits; the nearest, {nearest.layout.name()},"
             f" {does_not_fit(nearest, cluster.memory)}; allowed: more devices, a smaller data.global_batch or"
@@ -104,12 +104,18 @@ def argue(config: Config, layout: Layout, cluster: PlanCluster, tie: Tie, known:
         raise UserError(found)
     candidate = predicted(layout, found, cluster, known)
     if candidate.peak > cluster.memory:
+        candidate = _with_all_memory(candidate, known)
         return Other(candidate, does_not_fit(candidate, cluster.memory))
     if candidate.layout == tie.winner.layout:
         return Other(candidate, "it is the choice")
     if candidate.seconds.total <= (1 + cluster.spread) * tie.fastest:
         return Other(candidate, f"as fast as the choice, within {cluster.spread:.0%}; the choice is simpler")
     return Other(candidate, slower(candidate, tie.winner))
+
+
+def _with_all_memory(each: Predicted, known: Known) -> Predicted:
+    """A layout with all that it needs, where it needs too much and `predicted` has stopped early."""
+    return each._replace(memory=memory_of(each.config, known))
 
 
 def candidate_to_json(each: Predicted) -> dict[str, Any]:

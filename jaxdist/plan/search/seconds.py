@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -12,7 +12,9 @@ from jaxdist.mesh import BATCH_AXES
 from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.calibration.file import Calibration
 from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.closed.sent import Transfer, rounds
+from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.report.timeline import WorkCosts, simulate
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.work import ModelWork, model_work
@@ -52,22 +54,30 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(
-    config: Config, cluster: PlanCluster, sent: Iterable[Transfer], state: tuple[int, int], known: Known
+    config: Config, cluster: PlanCluster, sent: Iterable[Transfer], state: Mapping[str, int], known: Known
 ) -> Seconds:
     """The prediction for a configuration whose mesh has as many devices as the cluster.
 
-    sent: its collectives. state: bytes of a device's parameters, and of its optimizer state.
+    sent: its collectives. state: bytes of a device's parameters and optimizer state, {part: bytes} of `AtRest`.
     """
     sizes, parallel = asdict(config.mesh), config.parallel
     work, passes = computing_of(config, cluster, known)
     bubble = work * bubble_of(config, passes, known)
     waiting, between = _waiting(sent, config, cluster, work + bubble)
-    parameters, optimizer = state
-    moved = _PARAMETER_PASSES * parameters + _STATE_PASSES * optimizer
-    offloaded = config.memory.offload.optimizer
-    host = 2 * optimizer / cluster.to_host if offloaded else 0.0
+    offloaded = state.get(IN_HOST_MEMORY, 0)
+    moved = _PARAMETER_PASSES * state["parameters"] + _STATE_PASSES * (state["optimizer state"] + offloaded)
+    host = 2 * (offloaded + _activations_in_host_memory(config, known)) / cluster.to_host
     assert math.prod(sizes.values()) == cluster.devices and parallel.microbatches >= 1
     return Seconds(work, bubble, waiting, moved / cluster.bandwidth, host, between)
+
+
+def _activations_in_host_memory(config: Config, known: Known) -> float:
+    """Bytes that remat "offload" moves to host memory in a step: what lies between blocks. That copies may run beside
+    computation is left out."""
+    if config.memory.remat != "offload":
+        return 0.0
+    rows = config.parallel.microbatches * rows_of(config)
+    return units_of(config, known).h(rows) * known.model(config).layers / config.mesh.pipe
 
 
 def computing_of(config: Config, cluster: PlanCluster, known: Known) -> tuple[float, ModelWork]:
@@ -158,7 +168,7 @@ def _waiting(
         """Seconds of each on a stage. Of the parameters or gradients of a unit, which do not wait for each other, the
         latency counts once: compilers combine them, or run them side by side."""
         found, together = list[float](), dict[tuple[object, ...], float]()
-        for each, (link, _) in zip(given, links, strict=True):
+        for each, (link, far) in zip(given, links, strict=True):
             calls = each.calls[min(stage, len(each.calls) - 1)]
             latency = calls * rounds(each.op, each.group_size) * link.latency_s
             if each.what in ("parameters", "gradients"):
@@ -166,7 +176,8 @@ def _waiting(
                 before = together.get(key, 0.0)
                 together[key] = max(before, latency)
                 latency = together[key] - before
-            found.append(latency + calls * each.wire_bytes / link.bytes_per_s)
+            rate = link.bytes_per_s * cluster.reached(each.op, far=far)
+            found.append(latency + calls * each.wire_bytes / rate)
         return found
 
     busiest = max(map(took, range(max((len(each.calls) for each in given), default=1))), key=sum)

@@ -95,12 +95,12 @@ def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Lay
     in host memory.
 
     Left out is what another candidate beats in every figure: tensor parallelism between hosts; gpipe, which keeps more
-    than 1F1B; zero strategies without shards. `context` is tried where sequences are long, or fewer than devices.
+    than 1F1B; zero strategies without shards; `context` above what a batch with fewer sequences than devices needs,
+    unless sequences are long.
     """
     sharded = [name for name in registry.names(StrategyFacts.folder) if StrategyFacts.of(name).sharded]
-    # Short sequences are split only as far as there are fewer of them than devices, or as they are now.
-    longest = max(devices // config.data.global_batch, config.mesh.context)
-    longest = devices if config.data.seq_len >= LONG_SEQUENCE else longest
+    needed = devices // math.gcd(devices, config.data.global_batch)
+    longest = devices if config.data.seq_len >= LONG_SEQUENCE else max(needed, config.mesh.context)
     for sizes in axis_splits(devices, [axis for axis in AXES if axis not in axes_without_layers(config)]):
         if sizes.get("tensor", 1) > per_host or sizes.get("context", 1) > longest:
             continue
@@ -164,4 +164,9 @@ def checked(config: Config, layout: Layout, *, gpu: bool) -> Config | str:
         found = check_config(changed(config, layout.values), planned=True)
     except UserError as error:
         return str(error)
-    return changed(found, {"parallel.prefetch": int(prefetches(found, gpu=gpu))})
+    return with_prefetch(found, gpu=gpu)
+
+
+def with_prefetch(config: Config, *, gpu: bool) -> Config:
+    """The configuration with `parallel.prefetch` as a run has it that leaves it open. gpu: whether on GPUs."""
+    return changed(config, {"parallel.prefetch": int(prefetches(config, gpu=gpu))})

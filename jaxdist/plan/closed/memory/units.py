@@ -85,8 +85,9 @@ def units_of(config: Config, known: Known) -> UnitMemory:
         ),
     )
     # Where parameters are gathered at each use it matters over which axes; else they are used whole.
-    gathers = regathers and parallel.reshard_after_forward and mesh.fsdp * mesh.context > 1
-    axes = (mesh.expert, mesh.context, mesh.tensor, gathers and (parallel.strategy, mesh.fsdp > 1))
+    gathers = regathers and mesh.fsdp * mesh.context > 1
+    over = (parallel.strategy, parallel.reshard_after_forward, mesh.fsdp > 1) if gathers else ()
+    axes = (mesh.expert, mesh.context, mesh.tensor, over)
     how = (config.memory.remat, parallel.min_shard_bytes, parallel.grad_sync, config.optimizer.freeze)
     stacked = jax.tree.leaves(known.model(config).shapes[STACKED])[0].shape[0]
     blocks = stacked // (mesh.pipe * parallel.chunks)  # of a stage or chunk: with unequal ones, the largest
