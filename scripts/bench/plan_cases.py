@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config.load import load_config
+from jaxdist.config.schema import Config
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.observe import measured_on
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.search.choose import Predicted, Search, search, tie_of
-from jaxdist.plan.search.cluster import gpu_cluster
+from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import does_not_fit
+from jaxdist.plan.search.space import Layout, layouts
 from jaxdist.precision.policy import precision_of
 
 ROOT = Path(__file__).parents[2]
@@ -69,23 +71,48 @@ CASES = (
         "10gbit",
     ),
 )
-PURE: dict[str, Callable[[dict[str, Any], int], bool]] = {
-    "ddp alone": lambda values, n: values["mesh.data"] == n,
-    "zero3 alone": lambda values, n: values["mesh.fsdp"] == n and values["parallel.strategy"] == "zero3",
-    "pipeline alone": lambda values, n: values["mesh.pipe"] == n,
-    "tensor alone": lambda values, n: values["mesh.tensor"] == n,
+# {kind: (the values of a layout, hosts, devices of a host) -> whether it is of that kind}
+KINDS: dict[str, Callable[[dict[str, Any], int, int], bool]] = {
+    "ddp alone": lambda values, hosts, here: values["mesh.data"] == hosts * here,
+    "zero3 alone": lambda values, hosts, here: (
+        values["mesh.fsdp"] == hosts * here and values["parallel.strategy"] == "zero3"
+    ),
+    "pipeline alone": lambda values, hosts, here: values["mesh.pipe"] == hosts * here,
+    "tensor alone": lambda values, hosts, here: values["mesh.tensor"] == hosts * here,
+    "pipeline between hosts, ZeRO inside": lambda values, hosts, here: (
+        values["mesh.pipe"] == hosts > 1 and values["mesh.fsdp"] == here
+    ),
 }
 
 
-def found_of(case: Case) -> dict[str, Any]:
-    """The figures of a case."""
+def kinds_of(config: Config, cluster: PlanCluster) -> list[Layout]:
+    """The candidates that are of one of the kinds, with 1F1B alone."""
+    where = (cluster.hosts, cluster.per_host)
+    return [
+        each
+        for family in layouts(config, cluster.devices, per_host=cluster.per_host)
+        for each in family
+        if any(kind(each.values, *where) for kind in KINDS.values())
+        and each.values["parallel.schedule"] in ("accumulate", "one_f_one_b")
+    ]
+
+
+def searched(case: Case, known: Known, *, only_kinds: bool = False) -> Search:
+    """The candidates of a case, predicted. only_kinds: those of `kinds_of`, in half a minute."""
     one = "mesh={data: 1, fsdp: 1, tensor: 1}"
     config = load_config(ROOT / "configs" / "llama_7b_h200.yaml", [*case.overrides, one], planned=True)
     precision = precision_of(config.precision)
     cluster = gpu_cluster(case.gpu, precision, hosts=case.hosts, per_host=8, link=case.link, inside=case.inside)
+    among = kinds_of(config, cluster) if only_kinds else None
+    said = lambda text: print(f"  {text}", file=sys.stderr, flush=True)  # noqa: E731
+    return search(config, cluster, known, among=among, progress=said)
+
+
+def found_of(case: Case) -> dict[str, Any]:
+    """The figures of a case."""
     known, began = Known(), time.perf_counter()
-    found = search(config, cluster, known, progress=lambda text: print(f"  {text}", file=sys.stderr, flush=True))
-    tie = tie_of(found.fitting, cluster.spread)
+    found = searched(case, known)
+    tie = tie_of(found.fitting, found.cluster.spread)
     best = found.fitting[0].seconds.total
     return {
         "case": case._asdict(),
@@ -94,7 +121,7 @@ def found_of(case: Case) -> dict[str, Any]:
         "search_s": round(time.perf_counter() - began, 1),
         "choice": _row(tie.winner, best),
         "ties": [_row(each, best) for each in tie.members[:8]],
-        "pure": {name: _pure(test, found, cluster.devices, best) for name, test in PURE.items()},
+        "kinds": {name: best_of_kind(name, found) for name in KINDS},
     }
 
 
@@ -108,16 +135,17 @@ def _row(each: Predicted, best: float) -> dict[str, Any]:
     }
 
 
-def _pure(test: Callable[[dict[str, Any], int], bool], found: Search, devices: int, best: float) -> dict[str, Any]:
+def best_of_kind(name: str, found: Search) -> dict[str, Any]:
     """The best layout of a kind; or how far the nearest of them is from fitting."""
-    fits = [each for each in found.fitting if test(each.layout.values, devices)]
-    if fits:
-        return _row(fits[0], best)
-    tight = [each for each in found.tight if test(each.layout.values, devices)]
-    nearest = min(tight, key=lambda each: each.peak, default=None)
-    why = (
-        "not allowed, or more than twice the memory" if nearest is None else does_not_fit(nearest, found.cluster.memory)
-    )
+    cluster, kind = found.cluster, KINDS[name]
+
+    def of(candidates: list[Predicted]) -> list[Predicted]:
+        return [each for each in candidates if kind(each.layout.values, cluster.hosts, cluster.per_host)]
+
+    if fits := of(found.fitting):
+        return _row(fits[0], found.fitting[0].seconds.total)
+    nearest = min(of(found.tight), key=lambda each: each.peak, default=None)
+    why = "not allowed, or more than twice the memory" if nearest is None else does_not_fit(nearest, cluster.memory)
     return {"refused": why}
 
 
@@ -137,7 +165,7 @@ def main() -> int:
             given.json.write_text(json.dumps({"measured": measured_on(), "cases": figures}, indent=1) + "\n")
         print(f"{case.name}. {case.about}: {found['parameters'] / 1e9:.2f} B parameters, {8 * case.hosts} x {case.gpu}")
         print(f"   notes: {case.said}; choice: {found['choice']['layout']}, {found['choice']['seconds']:.3g} s")
-        for name, row in found["pure"].items():
+        for name, row in found["kinds"].items():
             said = row.get("refused") or f"{row['beside_the_fastest']:.2f} x: {row['layout']}"
             print(f"   {name}: {said}", flush=True)
     return 0

@@ -28,6 +28,7 @@ from jaxdist.plan.search.seconds import Seconds, hidden_share, seconds_of
 from jaxdist.plan.search.space import Layout, axis_splits, checked, layout_of, layouts
 from jaxdist.precision.policy import precision_of
 
+pytestmark = pytest.mark.xdist_group("planner")  # what one test has traced (`KNOWN`) serves the others
 ROOT = Path(__file__).parents[2]
 TINY = (
     "model={layers: 2, width: 32, heads: 1}",

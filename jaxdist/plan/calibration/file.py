@@ -13,7 +13,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
 
-CALIBRATION_FORMAT = 2
+CALIBRATION_FORMAT = 1
 REMATS = ("none", "dots", "full")  # that plans compare, from what keeps most to what keeps least
 
 
@@ -33,17 +33,11 @@ class Compute(NamedTuple):
 
 
 class MeasuredLink(NamedTuple):
-    """A link.
-
-    latency_s: of one round. bytes_per_s: that one device sends, by the op that is fastest here.
-    spread: relative, of what was measured.
-    reached: {op: the share of the rate that it reaches}: some implementations send more than they must, or take turns.
-    """
+    """A link. latency_s: of one round. bytes_per_s: that one device sends. spread: relative, of what was measured."""
 
     latency_s: float
     bytes_per_s: float
     spread: float
-    reached: Mapping[str, float]
 
     @property
     def link(self) -> Link:

@@ -1,6 +1,6 @@
-"""Measurement of links by collectives of growing size: for each link one latency of a round, one rate, and the share of
-it that each op reaches."""
+"""Measurement of links by collectives of several sizes: one latency of a round, and one rate, for each link."""
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +20,12 @@ from jaxdist.plan.traced.ledger import wire_bytes
 
 _SMALL = 1024  # elements whose time is latency
 _CHAIN = 16  # small messages one after the other in a program: one alone would measure how a program is started
-_LONG_S = 0.05  # a message must take as long: shorter ones measure buffers and bursts of the link
-_MOST = 2**26  # elements: a link on which these take less than _LONG_S is measured by these
+# Rates are measured by messages of about the size of a layer's parameters, one after the other: much larger ones, sent
+# both ways at once, take up to twice the time of their bytes over TCP, which steps hardly send.
+_MESSAGE = 2**15  # elements of the smallest of them
+_MESSAGE_S = 0.005  # on fast links they are made larger, until one takes as long
+_LONG_S = 0.05  # all of them must take as long: shorter ones measure buffers and bursts of the link
+_MOST = 2**26  # elements of the largest message
 _ABOVE = 1.15  # a rate that is so many times the declared one is no rate of the link
 PROBED_OPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
     "psum": lambda x, n: lax.psum(x, "ends"),
@@ -38,53 +42,54 @@ def measure_link(
     """The link between these devices. All processes of a job must call it.
 
     declared: its rate in bytes a second, where it is known. burst: bytes that the link takes at once before its rate
-    holds; messages have 8 times as many.
+    holds; the messages of an op have 8 times as many.
 
     Raises `UserError` for a rate above the declared one: what was measured is no link.
     """
     n, mesh = len(devices), Mesh(np.array(devices), ("ends",), axis_types=(AxisType.Auto,))
-    sizes = {op: _long_enough(op, mesh, burst) for op in PROBED_OPS}
-    progress(f"link of {n} devices: {', '.join(f'{op} {4 * size:,} bytes' for op, size in sizes.items())}")
-    chains = {(op, _SMALL): _program(op, _SMALL, mesh, times=_CHAIN) for op in PROBED_OPS}
-    timed = by_turns(chains | {(op, sizes[op]): _program(op, sizes[op], mesh) for op in PROBED_OPS})
-    timed |= {key: timed[key]._replace(median=timed[key].median / _CHAIN) for key in chains}
-    return fitted(timed, n, declared=declared)
+    lengths = {(op, _SMALL): _CHAIN for op in PROBED_OPS}
+    for op in PROBED_OPS:
+        size, times = _long_enough(op, mesh, burst)
+        lengths[op, size] = times
+        progress(f"link of {n} devices: {op}, {times} messages of {4 * size:,} bytes")
+    timed = by_turns({(op, size): _program(op, size, mesh, times=times) for (op, size), times in lengths.items()})
+    each = {key: whole._replace(median=whole.median / lengths[key]) for key, whole in timed.items()}
+    return fitted(each, n, declared=declared)
 
 
 def fitted(timed: dict[tuple[str, int], Timed], n: int, *, declared: float | None = None) -> MeasuredLink:
-    """The link from the seconds of collectives among n devices, {(op, elements): seconds}.
-
-    The latency is a median over the ops, as a line through two points of one op follows its noise. The rate is that of
-    the fastest op: no link is slower than what it has carried.
+    """The link from the seconds of collectives among n devices, {(op, elements): seconds}: medians over the ops, as a
+    line through two points of one op follows its noise.
 
     Raises `UserError` for a rate above the declared one.
     """
     small = {op: each.median for (op, size), each in timed.items() if size == _SMALL}
     latency = statistics.median(each / rounds(op, n) for op, each in small.items())
-    rates = dict[str, float]()
+    rates = []
     for (op, size), each in timed.items():
         if size != _SMALL:
             moving = max(each.median - latency * rounds(op, n), each.median / 4)
-            rates[op] = wire_bytes(op, 4 * size, n) / moving
-    rate = max(rates.values())
+            rates.append(wire_bytes(op, 4 * size, n) / moving)
+    rate = statistics.median(rates)
     if declared is not None and rate > _ABOVE * declared:
         raise UserError(
             f"calibrate: {rate / 1e6:.4g} MB/s was measured on a link of {declared / 1e6:.4g} MB/s: messages went into"
             " a buffer or a burst; give --burst BYTES of the link, or another --link"
         )
     spread = statistics.median(each.spread for (_, size), each in timed.items() if size != _SMALL)
-    return MeasuredLink(latency, rate, spread, {op: each / rate for op, each in rates.items()})
+    return MeasuredLink(latency, rate, spread)
 
 
-def _long_enough(op: str, mesh: Mesh, burst: int) -> int:
-    """Elements of a message that takes long enough, found by growing it."""
-    size, least = 2**14, max(0, 8 * burst // 4)
+def _long_enough(op: str, mesh: Mesh, burst: int) -> tuple[int, int]:
+    """(elements of a message, how many of them take long enough), found by growing it."""
+    size = _MESSAGE
     while True:
-        took = by_turns({op: _program(op, size, mesh)}, repetitions=1)[op].median
-        if (took >= _LONG_S and size >= least) or size >= _MOST:
-            return size
-        grown = size * min(16, max(2, _LONG_S / max(took, 1e-6)))
-        size = min(_MOST, 2 ** int(np.ceil(np.log2(max(grown, least)))))
+        beyond = max(1, -(-8 * burst // (4 * size)))  # as many as a burst cannot hold
+        took = by_turns({op: _program(op, size, mesh, times=beyond)}, repetitions=1)[op].median / beyond
+        if took >= _MESSAGE_S or size >= _MOST:
+            return size, max(beyond, math.ceil(_LONG_S / took))
+        grown = size * min(16, max(2, _MESSAGE_S / took))
+        size = min(_MOST, 2 ** math.ceil(math.log2(grown)))
 
 
 def _program(op: str, size: int, mesh: Mesh, *, times: int = 1) -> Callable[[], Any]:

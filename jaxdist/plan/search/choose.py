@@ -17,10 +17,10 @@ from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
 from jaxdist.plan.closed.sent import bytes_by_axes
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.seconds import Seconds, seconds_of
-from jaxdist.plan.search.space import Layout, checked, layouts, with_prefetch
+from jaxdist.plan.search.space import Layout, checked, kind_of_layout, layouts, with_prefetch
 
 ROOM = 2.2  # candidates that need up to so many times the memory are predicted too: for "with twice the memory"
-MOST_KEPT = 400  # candidates that are kept with all figures
+MOST_OF_A_KIND = 12  # candidates that are kept with all figures, of those with the same axes and strategy
 
 
 class Predicted(NamedTuple):
@@ -114,9 +114,17 @@ def search(
     if nearest is None:
         reasons = "; ".join(refused) or "its parts divide into no mesh of that many devices"
         raise UserError(f"plan: no layout of {cluster.devices} devices is allowed: {reasons}")
-    fitting, tight = by_seconds(fitting), by_seconds(tight)
-    took = time.perf_counter() - began
-    return Search(cluster, fitting[:MOST_KEPT], tight[:MOST_KEPT], nearest, refused, examples, considered, took)
+    fitting, tight = _first_of_each_kind(by_seconds(fitting)), _first_of_each_kind(by_seconds(tight))
+    return Search(cluster, fitting, tight, nearest, refused, examples, considered, took=time.perf_counter() - began)
+
+
+def _first_of_each_kind(candidates: Iterable[Predicted]) -> list[Predicted]:
+    """Without what comes after `MOST_OF_A_KIND` others of its kind."""
+    counts, kept = Counter[tuple[object, ...]](), list[Predicted]()
+    for each in candidates:
+        counts[kind := kind_of_layout(each.layout)] += 1
+        kept += [each] if counts[kind] <= MOST_OF_A_KIND else []
+    return kept
 
 
 def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known) -> Predicted:

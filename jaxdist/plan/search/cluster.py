@@ -82,11 +82,6 @@ class PlanCluster(NamedTuple):
         share = self.between.bytes_per_s * inside / used
         return self.between._replace(bytes_per_s=min(share, self.inside.bytes_per_s)), True
 
-    def reached(self, op: str, *, far: bool) -> float:
-        """The share of a link's rate that an op reaches, as far as it was measured. far: between hosts."""
-        found = self.measured and (self.measured.between if far else self.measured.inside)
-        return found.reached.get(op, 1.0) if found else 1.0
-
     def described(self) -> str:
         """In a line, with the rates."""
         if self.measured is not None:

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxdist.config.schema import Config
-from jaxdist.mesh import AXES
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.search.choose import Predicted, Search, Tie, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster
-from jaxdist.plan.search.space import Layout
+from jaxdist.plan.search.space import Layout, kind_of_layout
 from jaxdist.specs import format_bytes
 
 FACTORS = (2, 4, 8, 16, 32, 64)
@@ -29,12 +28,6 @@ class Turn(NamedTuple):
 
     what: str
     winner: Predicted
-
-
-def kind_of_layout(layout: Layout) -> tuple[object, ...]:
-    """What kind of layout it is: the axes that are on, and the strategy."""
-    values = layout.values
-    return (*(axis for axis in AXES if values.get(f"mesh.{axis}", 1) > 1), values["parallel.strategy"])
 
 
 def others(found: Search, tie: Tie, *, most: int = 6) -> list[Other]:

@@ -168,7 +168,7 @@ def _waiting(
         """Seconds of each on a stage. Of the parameters or gradients of a unit, which do not wait for each other, the
         latency counts once: compilers combine them, or run them side by side."""
         found, together = list[float](), dict[tuple[object, ...], float]()
-        for each, (link, far) in zip(given, links, strict=True):
+        for each, (link, _) in zip(given, links, strict=True):
             calls = each.calls[min(stage, len(each.calls) - 1)]
             latency = calls * rounds(each.op, each.group_size) * link.latency_s
             if each.what in ("parameters", "gradients"):
@@ -176,8 +176,7 @@ def _waiting(
                 before = together.get(key, 0.0)
                 together[key] = max(before, latency)
                 latency = together[key] - before
-            rate = link.bytes_per_s * cluster.reached(each.op, far=far)
-            found.append(latency + calls * each.wire_bytes / rate)
+            found.append(latency + calls * each.wire_bytes / link.bytes_per_s)
         return found
 
     busiest = max(map(took, range(max((len(each.calls) for each in given), default=1))), key=sum)

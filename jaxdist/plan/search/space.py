@@ -155,6 +155,12 @@ def layout_of(config: Config) -> Layout:
     return Layout(tuple(values.items()))
 
 
+def kind_of_layout(layout: Layout) -> tuple[object, ...]:
+    """What kind of layout it is: the axes that are on, and the strategy."""
+    values = layout.values
+    return (*(axis for axis in AXES if values.get(f"mesh.{axis}", 1) > 1), values["parallel.strategy"])
+
+
 def checked(config: Config, layout: Layout, *, gpu: bool) -> Config | str:
     """The configuration with a layout's values; or, where it is refused, the reason.
 
