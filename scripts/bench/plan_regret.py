@@ -186,9 +186,12 @@ def main() -> int:
             command = [sys.executable, __file__, "--job", str(folder), "--rounds", str(given.rounds), "--rates", rate]
             ended = run_on_hosts(command, hosts=HOSTS, rate=rate)
             if exit_status(ended):
-                failed = next(each for each in ended if each.status)
-                raise UserError(f"host {failed.host} ended with status {failed.status}: {failed.stderr[-2000:]}")
+                failed = [f"host {each.host} ended with status {each.status}: {each.stderr[-2000:]}" for each in ended]
+                raise UserError("\n".join(failed))
             results.append(found := compared(folder, rate))
+            if given.json:  # after each rate: a later one may fail
+                whole = {"measured": measured_on(), "load_before": load, "rates": results}
+                given.json.write_text(json.dumps(whole, indent=1) + "\n")
             print(
                 f"{rate}: choice {found['choice']}, regret {found['regret']:.1%}, rank {found['rank_of_choice']} of"
                 f" {len(LAYOUTS)}, Spearman {found['spearman']:.2f}, median error {found['median_error']:.0%}, link"
@@ -197,9 +200,6 @@ def main() -> int:
             for name, each in sorted(found["layouts"].items(), key=lambda item: item[1]["measured"]["median"]):
                 seconds = each["measured"]["median"]
                 print(f"  {name:24} {seconds:.3f} s, predicted {each['predicted']:.3f}", flush=True)
-    if given.json:
-        whole = {"measured": measured_on(), "load_before": load, "rates": results}
-        given.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
 
 

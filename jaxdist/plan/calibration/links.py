@@ -59,24 +59,21 @@ def measure_link(
 
 def fitted(timed: dict[tuple[str, int], Timed], n: int, *, declared: float | None = None) -> MeasuredLink:
     """The link from the seconds of collectives among n devices, {(op, elements): seconds}: medians over the ops, as a
-    line through two points of one op follows its noise.
+    line through two points of one op follows its noise. Of what long messages take, no latency is taken off: that of
+    short ones is mostly a processor's, which works while long ones are on their way.
 
     Raises `UserError` for a rate above the declared one.
     """
     small = {op: each.median for (op, size), each in timed.items() if size == _SMALL}
     latency = statistics.median(each / rounds(op, n) for op, each in small.items())
-    rates = []
-    for (op, size), each in timed.items():
-        if size != _SMALL:
-            moving = max(each.median - latency * rounds(op, n), each.median / 4)
-            rates.append(wire_bytes(op, 4 * size, n) / moving)
-    rate = statistics.median(rates)
+    long = {(op, size): each for (op, size), each in timed.items() if size != _SMALL}
+    rate = statistics.median(wire_bytes(op, 4 * size, n) / each.median for (op, size), each in long.items())
     if declared is not None and rate > _ABOVE * declared:
         raise UserError(
             f"calibrate: {rate / 1e6:.4g} MB/s was measured on a link of {declared / 1e6:.4g} MB/s: messages went into"
             " a buffer or a burst; give --burst BYTES of the link, or another --link"
         )
-    spread = statistics.median(each.spread for (_, size), each in timed.items() if size != _SMALL)
+    spread = statistics.median(each.spread for each in long.values())
     return MeasuredLink(latency, rate, spread)
 
 
