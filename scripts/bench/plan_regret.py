@@ -60,10 +60,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def config_of(name: str, cache: str = "") -> Config:
+def config_of(name: str) -> Config:
     """The configuration of a layout."""
-    kept = [f"devices.compilation_cache={cache}"] if cache else []
-    return load_config(ROOT / "configs" / "quickstart.yaml", [*MODEL, *LAYOUTS[name], *kept], planned=True)
+    return load_config(ROOT / "configs" / "quickstart.yaml", [*MODEL, *LAYOUTS[name]], planned=True)
 
 
 def job(folder: Path, rounds: int, rate: str) -> int:
@@ -82,7 +81,7 @@ def job(folder: Path, rounds: int, rate: str) -> int:
     from jaxdist.runtime.start import start
     from jaxdist.trainer.batches.load import load_data, loader_of
 
-    config = start(config_of("ddp", str(folder / "cache")))
+    config = start(config_of("ddp"))
     first = jax.process_index() == 0
 
     def say(text: str) -> None:
