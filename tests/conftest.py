@@ -78,3 +78,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = terminalreporter.getreports("skipped")
     if count := sum(LEFT_OUT in str(report.longrepr) for report in reports):
         terminalreporter.write_line(f"{count} slow tests were LEFT OUT: CI had no time left")
+
+
+@pytest.fixture
+def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that compare bits: the code generator of `child.FLAGS` for jax 0.10, and LLVM without optimization,
+    round otherwise than what users get."""
+    options: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
+    if not child.NEW_COMPILER:
+        options["xla_cpu_use_fusion_emitters"] = True
+    jit = jax.jit
+
+    def compiled(*arguments: Any, compiler_options: Any = None, **keywords: Any) -> Any:
+        return jit(*arguments, compiler_options=options | (compiler_options or {}), **keywords)
+
+    monkeypatch.setattr(jax, "jit", compiled)

@@ -112,20 +112,7 @@ def run(
     return bits((state.params, state.opt_state)), np.concatenate(seen).view(np.uint32)
 
 
-@pytest.fixture(autouse=True)
-def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """conftest's code generator for jax 0.10, and LLVM without optimization, round otherwise than what users get."""
-    options: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
-    if jax.__version_info__ < (0, 11):
-        options["xla_cpu_use_fusion_emitters"] = True
-    jit = jax.jit
-
-    def compiled(*arguments: Any, compiler_options: Any = None, **keywords: Any) -> Any:
-        return jit(*arguments, compiler_options=options | (compiler_options or {}), **keywords)
-
-    monkeypatch.setattr(jax, "jit", compiled)
-
-
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 ONE = Case("ddp", (1, 1, 1))
 
 

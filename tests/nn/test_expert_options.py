@@ -154,6 +154,7 @@ def test_a_router_in_half_precision_is_refused() -> None:
 LAYOUTS = {"zero3": ({"fsdp": 4}, {"strategy": "zero3"}), "microbatches": ({"data": 2}, {"microbatches": 2})}
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize(("moe", "layout"), levels(itertools.product(KINDS, LAYOUTS), slow=1), ids=str)
 def test_the_same_bits_in_every_layout(moe: str, layout: str) -> None:
     (sizes, given), sync = LAYOUTS[layout], GradSync(deterministic=True)
