@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxdist.build import Parts
 from jaxdist.config.load import settings_of
@@ -27,10 +27,12 @@ from jaxdist.plan.explain import (
     explain_parts,
     memory_at_rest,
 )
-from jaxdist.plan.remedies.table import Remedy, Table
 from jaxdist.plan.traced.ledger import GRADIENT, SENDS, Collective
 from jaxdist.specs import PyTree, axes_by_dim
 from jaxdist.trainer.run import TrainingRun
+
+if TYPE_CHECKING:  # the planner: a run does not load it
+    from jaxdist.plan.remedies.table import Remedy, Table
 
 WAIT_LIMIT = 0.05  # of a run's time; waiting longer for data is said at the end
 
@@ -99,7 +101,7 @@ def purpose_of(each: Collective) -> str:
     return "loss and weight" if purpose == "loss_and_weight" else "parameters" if each.op == "all_gather" else "sums"
 
 
-def remedy_rows(config: Config, table: Table | None = None) -> list[RemedyRow]:
+def remedy_rows(config: Config, table: "Table | None" = None) -> list[RemedyRow]:
     """The changes that save memory, and pairs of them. table: what each would free, where they were compiled."""
     costs = {each.name: each for each in table.remedies} if table else {}
     rows = []
@@ -120,7 +122,7 @@ def remedy_rows(config: Config, table: Table | None = None) -> list[RemedyRow]:
     return sorted(rows, key=lambda row: (row.state != "in use", row.state == "not here", -(row.saves or 0)))
 
 
-def _compiled_row(table: Table, remedy: Remedy) -> RemedyRow:
+def _compiled_row(table: "Table", remedy: "Remedy") -> RemedyRow:
     now, cost = table.now, remedy.cost
     assert cost is not None, f"{remedy.name} was refused"
     flops = cost.flops / now.flops if now.flops else None
@@ -128,7 +130,7 @@ def _compiled_row(table: Table, remedy: Remedy) -> RemedyRow:
     return RemedyRow(remedy.name, " ".join(remedy.overrides), "possible", "", table.saved(remedy), flops, sent)
 
 
-def compiled_memory(config: Config, parts: Parts, batch: PyTree, table: Table) -> dict[str, int]:
+def compiled_memory(config: Config, parts: Parts, batch: PyTree, table: "Table") -> dict[str, int]:
     """The memory of a device by the compiler, by the parts of a prediction. table: has the step as it is."""
     peak = table.now.memory.peak
     return {"temporary": max(0, peak - resident_bytes((parts.target, batch))), "peak": peak}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from levels import others_slow
 from jax.sharding import PartitionSpec
 from random_layouts import ALGORITHMS, SCHEDULES, STRATEGIES, random_config, tiny
 
@@ -76,7 +77,7 @@ def config_of(case: str) -> Config:
     return tiny(*(each.strip() for each in parts.split("\n") if each.strip()))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", others_slow(CASES, *list(CASES)[:4]))
 def test_closed_bytes_are_traced_bytes(case: str) -> None:
     sent, traced = both(config_of(case), Known())
     assert not differing(sent, traced)

@@ -1,13 +1,16 @@
 """What `scripts/explain.py --remedies` promises is what the changed configuration then takes; and when a run is short
-of out_of_memory, it says so."""
+of memory, it says so."""
 
 import json
 import re
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import pytest
 
@@ -41,7 +44,7 @@ def configured(*overrides: str) -> Config:
 
 
 def fake_cost(config: Config) -> StepCost:
-    """Full remat halves temporary out_of_memory, microbatches double it, host memory takes the moments."""
+    """Full remat halves temporary memory, microbatches double it, host memory takes the moments."""
     temporary = 100 // (2 if config.memory.remat == "full" else 1) * config.parallel.microbatches
     host = 600 * config.memory.offload.optimizer
     return StepCost(
@@ -68,6 +71,11 @@ def offered(*overrides: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
+def test_a_run_that_fits_loads_no_planner() -> None:
+    code = "import sys, jaxdist.trainer.train; sys.exit(any('.plan.search.' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], env=child.environment()).returncode == 0
+
+
 def test_the_table_is_what_explain_then_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte: both come from compiling. Remedies are applied as one would type them."""
     chosen = ("remat full", "optimizer state in host memory")

@@ -22,7 +22,7 @@ def shapes_of(config: Config, devices: int) -> list[LocalShape]:
     """
     remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
     batch = config.data.global_batch
-    rows = sorted({max(1, batch // parts) for parts in (4 * devices, devices, min(devices, 2))})
+    rows = sorted({max(1, batch // share) for share in (4 * devices, devices, min(devices, 2))})
     parts = [n for n in (2, 4, 8) if n <= devices and can_narrow(config) and config.model.heads % n == 0]
     whole = [LocalShape(remat, 1, count) for remat in remats for count in rows]
     return [*whole, *(LocalShape("none", n, rows[-1]) for n in parts)]

@@ -101,7 +101,8 @@ def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Lay
     sharded = [name for name in registry.names(StrategyFacts.folder) if StrategyFacts.of(name).sharded]
     needed = devices // math.gcd(devices, config.data.global_batch)
     longest = devices if config.data.seq_len >= LONG_SEQUENCE else max(needed, config.mesh.context)
-    for sizes in axis_splits(devices, [axis for axis in AXES if axis not in axes_without_layers(config)]):
+    without = axes_without_layers(config)
+    for sizes in axis_splits(devices, [axis for axis in AXES if axis not in without]):
         if sizes.get("tensor", 1) > per_host or sizes.get("context", 1) > longest:
             continue
         shards = sizes.get("fsdp", 1) * sizes.get("context", 1)

@@ -15,8 +15,6 @@ from jaxdist.observe import redact_settings
 from jaxdist.plan.compiled.hardware import GPUS, gpu_of
 from jaxdist.plan.compiled.memory import check_windows
 from jaxdist.plan.explain import explain
-from jaxdist.plan.remedies.table import assumed_cluster, remedies
-from jaxdist.plan.remedies.text import remedies_text
 from jaxdist.plan.report.text import memory_text
 
 
@@ -31,6 +29,9 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     compiling: compile the remedies now, for the devices of this process; nothing may be on them any more. Otherwise, or
     if the compiler runs out of memory as well, print the command that compiles them for simulated devices.
     """
+    from jaxdist.plan.remedies.table import assumed_cluster, remedies  # the planner: a run that fits needs none
+    from jaxdist.plan.remedies.text import remedies_text
+
     said = f"out of memory: {reason.splitlines()[0]}"
     try:
         check_windows(config)
