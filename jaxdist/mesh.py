@@ -41,8 +41,9 @@ def make_mesh(
     pipe, data, fsdp, expert, context, tensor: sizes. One of them may be -1, "the rest of the devices". If none is, the
         first devices are used, as many as the product of sizes: a mesh may be smaller than the machine. A line of the
         logger "jaxdist" says so, unless `devices` is given.
-    devices: default `jax.devices()`. They are sorted so that devices of one process are neighbours, and `tensor`, the
-        last and fastest axis, stays inside a host if its size allows that.
+    devices: default `jax.devices()`. They are sorted so that devices of one host, and in it of one process, are
+        neighbours (`host_of`). So `tensor`, the last and fastest axis, stays inside a host if its size allows that, in
+        whatever order the launcher has numbered the processes.
 
     Raises `UserError` for an axis of another name, if a size is not positive, if the mesh needs more devices than there
     are, or if it leaves a process without a device.
@@ -55,7 +56,7 @@ def make_mesh(
         hint = f"; did you mean {near}={unknown[axis]}?" if near else ""
         raise UserError(f"mesh.{axis}: is no axis; allowed: {', '.join(AXES)}{hint}")
     pool = list(jax.devices() if devices is None else devices)
-    pool.sort(key=lambda device: (device.process_index, device.id))
+    pool.sort(key=lambda device: (host_of(device), device.process_index, device.id))
     sizes = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -130,9 +131,22 @@ def on_cpu(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
-def count_hosts(mesh: AnyMesh) -> int:
-    """The number of hosts, each of which runs one process. A mesh without devices has one."""
-    return len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
+def host_of(device: jax.Device) -> int:
+    """The number of a device's host. It may run several processes.
+
+    Of GPUs, JAX finds it by the boot id of the machine (`slice_index`); `jax.distributed.initialize(partition_index=)`
+    sets another, such as that of a rack whose hosts NVLink joins. Of CPUs, each process is taken for a host.
+    """
+    if jax.process_count() == 1:  # the devices are all here; or only described to the compiler, all as one slice
+        return device.process_index
+    return getattr(device, "slice_index", device.process_index)
+
+
+def count_hosts(mesh: AnyMesh | None = None) -> int:
+    """The number of hosts of a mesh, by default of all devices of the job. A mesh without devices has one."""
+    if isinstance(mesh, AbstractMesh):
+        return 1
+    return len({host_of(device) for device in (jax.devices() if mesh is None else mesh.devices.flat)})
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:

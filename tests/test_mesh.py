@@ -1,5 +1,8 @@
 """The mesh and the specs: sizes, the rest axis, order of devices, divisibility."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +12,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.collectives.cost import LINKS
+from jaxdist.collectives.group import default_link
 from jaxdist.errors import UserError
 from jaxdist.init import check_divisible
-from jaxdist.mesh import AXES, batch_shards, make_mesh, sizes_of
+from jaxdist.mesh import AXES, abstract_mesh, batch_shards, count_hosts, host_of, make_mesh, sizes_of
+from jaxdist.plan.traced.ledger import hosts_of
 from jaxdist.specs import (
     BATCH_SPEC,
     batch_spec,
@@ -52,15 +58,68 @@ def test_meshes_that_cannot_be_are_named(sizes: dict[str, int], message: str) ->
         make_mesh(**sizes)
 
 
-def test_tensor_neighbours_share_a_process() -> None:
-    class Device:
-        def __init__(self, process: int, number: int) -> None:
-            self.process_index, self.id = process, number
+class Device:
+    """What a mesh reads of a device. host: `slice_index`, as JAX numbers the hosts of GPUs; CPUs have none."""
 
-    devices = [Device(i % 2, 2048 * (i % 2) + i // 2) for i in range(8)]  # two hosts, listed alternately
-    mesh = make_mesh(data=2, tensor=4, devices=devices)  # type: ignore[arg-type]
+    def __init__(self, rank: int, number: int, host: int | None) -> None:
+        self.process_index, self.id, self.platform = rank, number, "cpu" if host is None else "gpu"
+        if host is not None:
+            self.slice_index = host
+
+
+def devices_of(processes: int, each: int, host: Callable[[int], int | None]) -> list[Device]:
+    """Listed alternately, as JAX may. host: of a process."""
+    return [Device(rank, 64 * rank + i, host(rank)) for i in range(each) for rank in range(processes)]
+
+
+# A process a host; a process a GPU with ranks in blocks, dealt out cyclically, as pods are that come up in any order,
+# and all on one host; two processes a host; racks of two hosts that NVLink joins.
+LAUNCHES = {
+    "a process a host": (2, 4, lambda rank: rank, 2),
+    "CPUs": (2, 4, lambda rank: None, 2),
+    "blocks": (8, 1, lambda rank: rank // 4, 2),
+    "cyclic": (8, 1, lambda rank: rank % 2, 2),
+    "pods": (8, 1, [1, 0, 0, 1, 1, 0, 1, 0].__getitem__, 2),
+    "one host": (8, 1, lambda rank: 0, 1),
+    "two processes a host, cyclic": (4, 2, lambda rank: rank % 2, 2),
+    "racks": (4, 2, lambda rank: rank // 2, 2),
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_tensor_stays_inside_a_host(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, each, host, hosts = LAUNCHES[launch]
+    devices = devices_of(processes, each, host)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    mesh = make_mesh(data=2, tensor=4)
     for row in mesh.devices.reshape(2, 4):
-        assert len({device.process_index for device in row}) == 1
+        assert len({host_of(device) for device in row}) == 1
+        ranks = [device.process_index for device in row]
+        assert ranks == sorted(ranks)  # devices of a process are neighbours
+    assert count_hosts() == count_hosts(mesh) == hosts
+    found = hosts_of(mesh, 4).reshape(2, 4)
+    assert (np.diff(found, axis=1) == 0).all() and len(np.unique(found)) == hosts
+
+
+def test_described_devices_have_a_process_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX describes all hosts of an ahead-of-time compilation as one slice."""
+    mesh = make_mesh(data=2, tensor=4, devices=devices_of(2, 4, lambda rank: 0))  # type: ignore[arg-type]
+    assert count_hosts(mesh) == 2
+    assert count_hosts(abstract_mesh(data=2)) == 1
+
+
+@pytest.mark.parametrize(("slices", "link"), [(1, "nvlink"), (2, "infiniband")])
+def test_the_link_is_that_between_hosts_not_between_processes(
+    slices: int, link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For `algorithm: auto`, with a process a GPU."""
+    devices = devices_of(8, 1, lambda rank: rank % slices)
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    described = SimpleNamespace(abstract_device=SimpleNamespace(platform="gpu"))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: described)
+    assert default_link() == LINKS[link]
 
 
 entries = st.sampled_from([None, "tensor", "fsdp", ("data", "fsdp"), ("tensor", "fsdp"), "pipe"])

@@ -12,6 +12,7 @@ from jaxdist.collectives.cost import LINKS, Link
 from jaxdist.collectives.transpose import linear
 from jaxdist.collectives.varying import active_axes, to_varying
 from jaxdist.errors import UserError
+from jaxdist.mesh import count_hosts
 
 Array = jax.Array
 Axes = str | tuple[str, ...]
@@ -118,10 +119,10 @@ class Group:
 
 
 def default_link() -> Link:
-    """The link that the platform and the number of processes suggest. `make_link` makes others."""
+    """The link that the platform and the number of hosts suggest. `make_link` makes others."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     on_gpu = device is not None and device.platform != "cpu"
-    if jax.process_count() > 1:
+    if count_hosts() > 1:
         return LINKS["infiniband" if on_gpu else "tcp"]
     return LINKS["nvlink" if on_gpu else "local"]
 

@@ -5,6 +5,7 @@ An entry is machine code that this process will run, so a folder that others can
 
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Self
 import jax
 
 from jaxdist.errors import UserError
+from jaxdist.processes import from_all
+from jaxdist.runtime.rank_names import name_ranks
 
 CACHE_KEY = "devices.compilation_cache"
 HIT = "/jax/compilation_cache/cache_hits"  # jax's name of the event
@@ -46,10 +49,6 @@ def why_off(value: str | bool, backend: str) -> str | None:
     """Why there is no cache on this backend, or None. value: true, false or a folder."""
     if value is False:
         return f"{CACHE_KEY}=false"
-    if value is True and jax.process_count() > 1:
-        # Only process 0 writes. If the others cannot read its folder, they compile while it does not, and XLA:GPU's
-        # autotuning, which is divided among the processes, waits for a share that never comes.
-        return "several processes need a folder that all can read, so one that is given"
     if backend != "cpu":
         return None
     if jax.__version_info__[:2] < CPU_SINCE:
@@ -60,17 +59,49 @@ def why_off(value: str | bool, backend: str) -> str | None:
 def set_up(value: str | bool, backend: str) -> None:
     """Turn the cache on for programs that compile from now on. Does nothing where JAX_COMPILATION_CACHE_DIR or
     JAX_ENABLE_COMPILATION_CACHE is in the environment. A given folder that cannot be made or is not private is a
-    `UserError`; the default folder is then not used, with a warning.
+    `UserError`; the default folder is then not used, with a warning. Every process of a job must call it.
     """
     given = {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & set(os.environ)
-    if given or why_off(value, backend):
+    together = value is True and jax.process_count() > 1  # also if the environment of this process alone says something
+    if why_off(value, backend) or (given and not together):
         return
     try:
-        jax.config.update("jax_compilation_cache_dir", str(_made(value)))
+        folder = _shared_default() if together else _made(value)
+        if not given:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
     except UserError as error:
         if value is not True:
             raise
-        logging.getLogger(__name__).warning("no compilation cache: %s", error)
+        if jax.process_index() == 0 and not given:
+            logging.getLogger(__name__).warning("no compilation cache: %s", error)
+
+
+def _shared_default() -> Path:
+    """The default folder, if it is the same one for all processes of the job; else a `UserError` in all of them.
+
+    Only process 0 writes. If the others could not read its folder, they would compile while it does not, and XLA:GPU's
+    autotuning, which is divided among the processes, would wait for a share that never comes.
+    """
+    folder, error, first = None, "", jax.process_index() == 0
+    try:
+        folder = _made(True)
+    except UserError as found:
+        error = str(found)
+    mark = f"seen-{secrets.token_hex(8)}" if first and folder else ""
+    if mark and folder:
+        (folder / mark).touch()
+    mark = from_all(mark)[0]
+    seen = from_all(bool(mark and folder and (folder / mark).exists()))
+    if mark and folder and first:
+        (folder / mark).unlink()
+    if blind := [rank for rank, each in enumerate(seen) if not each]:
+        raise UserError(
+            error
+            or f"{CACHE_KEY}: {str(folder)!r} of rank 0 is not that of {name_ranks(blind)}; allowed: a folder that all"
+            " ranks can read, or false"
+        )
+    assert folder is not None  # all have seen the mark in it
+    return folder
 
 
 def _made(value: str | bool) -> Path:

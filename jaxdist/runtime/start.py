@@ -20,6 +20,7 @@ from jaxdist.processes import place
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
 from jaxdist.runtime.exit_status import FAILED, status_of
+from jaxdist.runtime.gpu_memory import take_memory
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import HEARTBEAT_S, join_job
 from jaxdist.runtime.watch.blame import LEAST_LIMIT_S
@@ -114,7 +115,10 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
         watched: Makes the context in which everything after joining the job is done; by default one that does nothing.
     """
     enable_x64(config.precision.policy)
-    set_flags(config, expected_backend(config.devices), started=has_devices())
+    backend, started = expected_backend(config.devices), has_devices()
+    set_flags(config, backend, started=started)
+    if backend == "gpu" and not started:
+        take_memory(os.environ)
     choose_platform(config.devices)
     job = find_job(os.environ)
     if job is not None and not jax.distributed.is_initialized():

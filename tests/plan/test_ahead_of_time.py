@@ -17,6 +17,8 @@ from jaxdist.plan.compiled.hardware import GPUS, get_gpu
 from jaxdist.plan.compiled.memory import Footprint
 from jaxdist.plan.compiled.replay import Overlap
 from jaxdist.plan.report import compiled_text
+from jaxdist.plan.search.cluster import gpu_cluster
+from jaxdist.precision.policy import POLICIES
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -91,11 +93,15 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     found, text = of(0.5 * gpu.memory)
-    assert found.fits and text.startswith("fits, with 35.60 GiB to spare of the 95% of") and "FRACTION" not in text
-    found, text = of(0.85 * gpu.memory)
-    assert found.fits and text.endswith("; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.87 or more")
+    assert found.fits and text == "fits, with 31.64 GiB to spare of the 90% of a GPU's memory that a run takes"
+    found, text = of(0.92 * gpu.memory)
+    assert not found.fits and text.startswith("does not fit, by 1.58 GiB of the 90% of")
+    assert text.endswith("; XLA_PYTHON_CLIENT_MEM_FRACTION=0.93 may be enough")
     found, text = of(0.96 * gpu.memory)
-    assert not found.fits and text.startswith("does not fit, by 810.08 MiB of the 95% of")
+    assert not found.fits and "FRACTION" not in text
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # a run follows it, and so does the plan
+    planned_for = gpu_cluster("h100", POLICIES["bf16"], hosts=1, per_host=8, link=None, inside=None)
+    assert not of(0.6 * gpu.memory)[0].fits and planned_for.memory == 0.5 * gpu.memory
 
 
 def test_what_is_assumed_between_hosts_is_said() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import pytest
-from levels import others_slow
 from jax.sharding import PartitionSpec
+from levels import others_slow
 from random_layouts import ALGORITHMS, SCHEDULES, STRATEGIES, random_config, tiny
 
 from jaxdist import collectives

@@ -70,12 +70,12 @@ def offered(*overrides: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
 def test_a_run_that_fits_loads_no_planner() -> None:
     code = "import sys, jaxdist.trainer.train; sys.exit(any('.plan.search.' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], env=child.environment()).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_table_is_what_explain_then_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte: both come from compiling. Remedies are applied as one would type them."""
     chosen = ("remat full", "optimizer state in host memory")

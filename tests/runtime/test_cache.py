@@ -124,11 +124,35 @@ def test_the_default_folder_is_left_alone_where_it_cannot_be(
     assert len(said) == 3 and all(line.startswith("no compilation cache: devices.compilation_cache: ") for line in said)
 
 
-def test_several_processes_need_a_folder_that_is_given(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process 0 alone writes to it."""
+def test_processes_that_see_one_default_folder_use_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process a GPU, or hosts with one home folder."""
+    marks = list[str]()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(cache, "from_all", lambda value: marks.append(value) or [value, value])
     set_up(True, "gpu")
-    assert folder_in_use() is None and "several processes" in (why_off(True, "gpu") or "")
+    folder = default_folder(os.environ)
+    assert folder_in_use() == str(folder) and len(marks) == 2 and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("blind", ["the other", "rank 0"])
+def test_processes_with_a_folder_each_have_no_cache(
+    blind: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What each would keep, the others would not find: all of them say no, and rank 0 says why."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(cache, "from_all", lambda value: [value, value and blind != "the other"])
+    if blind == "rank 0":
+        (home / ".cache").write_text("")
+    set_up(True, "gpu")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(cache, "from_all", lambda value: ["" if blind == "rank 0" else "seen-x", False])
+    set_up(True, "gpu")
+    assert folder_in_use() is None
+    [said] = [record.getMessage() for record in caplog.records]
+    wanted = (
+        "of rank 0 is not that of rank 1; allowed:" if blind == "the other" else "/.cache/jaxdist': Not a directory"
+    )
+    assert said.startswith("no compilation cache: devices.compilation_cache: ") and wanted in said
     set_up(str(home / "given"), "gpu")
     assert folder_in_use() == str(home / "given")
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.schema import Config
+from jaxdist.mesh import count_hosts, host_of
 from jaxdist.plan.calibration.blocks import LocalShape, can_narrow, measure_blocks
 from jaxdist.plan.calibration.file import REMATS, Calibration, calibrated_subject
 from jaxdist.plan.calibration.links import measure_link
@@ -37,14 +38,14 @@ def calibrate(
     measured: the machine and the time.
     """
     began, load = time.time(), os.getloadavg()[0]
-    devices, hosts = jax.devices(), jax.process_count()
+    devices, hosts = jax.devices(), count_hosts()
     compute, optimizer = measure_blocks(config, shapes_of(config, len(devices)), progress=progress)
-    first = {device.process_index: device for device in reversed(devices)}
+    first = {host_of(device): device for device in reversed(devices)}
     between = inside = None
     if hosts > 1:
         ends = [first[host] for host in sorted(first)]
         between = measure_link(ends, declared=declared, burst=burst, progress=progress)
-    here = [each for each in devices if each.process_index == 0]
+    here = [each for each in devices if host_of(each) == host_of(devices[0])]
     if len(here) > 1 and hosts == 1:
         inside = measure_link(here, progress=progress)
     conditions: dict[str, Any] = {

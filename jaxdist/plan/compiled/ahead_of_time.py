@@ -7,7 +7,6 @@ kernels of matrix products are chosen on the device.
 import importlib.util
 import math
 import mmap
-import os
 import shutil
 import time
 from dataclasses import asdict
@@ -27,17 +26,15 @@ from jaxdist.plan.compiled.hardware import Gpu
 from jaxdist.plan.compiled.hlo import Compiled, compiled_collectives
 from jaxdist.plan.compiled.memory import Footprint, batch_of, footprint_of
 from jaxdist.plan.compiled.replay import Overlap, Rates, overlap
+from jaxdist.runtime.gpu_memory import memory_share
 
 INSTALL = "python -m pip install 'jaxdist[aot]' (from a checkout: -e '.[aot]')"
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm")  # ptxas and libdevice, where there is no CUDA toolkit
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")  # to compile its attention
-# The most of a GPU's memory that jax can have, as CUDA, NCCL and cuBLAS take some themselves. An assumption.
-USABLE_SHARE = 0.95
 # XLA's one-kernel sums of a few bytes are for devices of one host. Without devices it takes all for such, and for
 # groups of 64 the kernel does not compile (jax 0.12.0.1: "size mismatch when packing elements for LLVM struct").
 ACROSS_HOSTS = {"xla_gpu_experimental_use_collective_kernels": ""}
-DEFAULT_FRACTION = 0.75  # what jax takes unless told otherwise: jax, docs/gpu_memory_allocation.rst
 
 
 class Planned(NamedTuple):
@@ -66,19 +63,22 @@ class Planned(NamedTuple):
 class FitVerdict(NamedTuple):
     """Whether a step fits into the memory of a GPU.
 
-    spare: bytes left of what jax can have; negative: bytes missing
-    fraction: the XLA_PYTHON_CLIENT_MEM_FRACTION that is enough
+    share: of the memory, what a run takes
+    spare: bytes left of that; negative: bytes missing
+    needed: the share that is enough
     """
 
     fits: bool
+    share: float
     spare: float
-    fraction: float
+    needed: float
 
 
 def fit_verdict(footprint: Footprint, gpu: Gpu) -> FitVerdict:
     """The verdict for a step on a GPU."""
-    spare = USABLE_SHARE * gpu.memory - footprint.peak
-    return FitVerdict(spare >= 0, spare, footprint.peak / gpu.memory)
+    share = memory_share()
+    spare = share * gpu.memory - footprint.peak
+    return FitVerdict(spare >= 0, share, spare, footprint.peak / gpu.memory)
 
 
 def plugin_library() -> Path:
@@ -185,8 +185,3 @@ def planned_of(
         lower_s=seconds[0],
         compile_s=seconds[1],
     )
-
-
-def memory_fraction() -> float:
-    """The part of a GPU's memory that jax takes here, by its environment variable."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", DEFAULT_FRACTION))

@@ -1,17 +1,20 @@
 """Reports of a step that was compiled ahead of time: as text, and as JSON."""
 
+import math
 from collections import defaultdict
 from typing import Any
 
 import jax
 
 from jaxdist.config.schema import Config
-from jaxdist.plan.compiled.ahead_of_time import USABLE_SHARE, Planned, fit_verdict, memory_fraction
+from jaxdist.plan.compiled.ahead_of_time import Planned, fit_verdict
 from jaxdist.plan.compiled.replay import Overlap, Rates, Travel, by_loop
 from jaxdist.plan.report.text import memory_table
 from jaxdist.plan.traced.sharding import aligned
+from jaxdist.runtime.gpu_memory import VARIABLE
 from jaxdist.specs import format_bytes
 
+MOST = 0.95  # of a GPU's memory: CUDA, NCCL and cuBLAS need some of it
 HEADINGS = ("op", "dtype", "n", "a call", "calls", "", "needs", "meanwhile", "products", "waits", "what")
 
 
@@ -51,12 +54,12 @@ def memory_rows(planned: Planned) -> dict[str, int]:
 def verdict_text(planned: Planned) -> str:
     """One line: fits or not, by how much."""
     found = fit_verdict(planned.footprint, planned.gpu)
-    basis = f"of the {USABLE_SHARE:.0%} of a GPU's memory that JAX is assumed to get at most"
-    if not found.fits:
-        return f"does not fit, by {format_bytes(-found.spare)} {basis}"
-    enough = min(USABLE_SHARE, round(found.fraction + 0.02, 2))
-    more = f"; set XLA_PYTHON_CLIENT_MEM_FRACTION={enough:.2f} or more" if found.fraction > memory_fraction() else ""
-    return f"fits, with {format_bytes(found.spare)} to spare {basis}{more}"
+    basis = f"of the {found.share:.0%} of a GPU's memory that a run takes"
+    if found.fits:
+        return f"fits, with {format_bytes(found.spare)} to spare {basis}"
+    enough = math.ceil(100 * found.needed + 1) / 100
+    more = f"; {VARIABLE}={enough:.2f} may be enough" if enough <= MOST else ""
+    return f"does not fit, by {format_bytes(-found.spare)} {basis}{more}"
 
 
 def _collectives(planned: Planned) -> list[str]:

@@ -20,7 +20,7 @@ from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, Reached, outermost, reached
 from jaxdist.jaxpr.source import source_of
 from jaxdist.jaxpr.walk import every_equation
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, host_of
 from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.parallel.pipeline.relay import TO_BEFORE, TO_NEXT
 from jaxdist.plan.traced.origin import phase_of, scope_of
@@ -259,7 +259,7 @@ def hosts_of(mesh: AnyMesh, devices_per_host: int) -> np.ndarray:
     """The host of every device, in the shape of the mesh."""
     shape = tuple(mesh.shape.values())
     if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu":
-        return np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+        return np.vectorize(host_of, otypes=[int])(mesh.devices)
     return (np.arange(math.prod(shape)) // devices_per_host).reshape(shape)
 
 

@@ -11,6 +11,7 @@ from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
+from jaxdist.mesh import count_hosts
 from jaxdist.observe import redact_settings
 from jaxdist.plan.compiled.hardware import GPUS, gpu_of
 from jaxdist.plan.compiled.memory import check_windows
@@ -64,7 +65,7 @@ def _gpu_here() -> str | None:
 
 def _planning(config: Config, file: Path, gpu: str | None) -> str:
     """The command that plans this configuration for the devices of this job, and writes one that fits."""
-    devices, hosts = math.prod(asdict(config.mesh).values()), jax.process_count()
+    devices, hosts = math.prod(asdict(config.mesh).values()), count_hosts()
     cluster = f"--gpu {gpu or 'NAME'} --hosts {hosts} --gpus-per-host {devices // hosts}"
     return f"jaxdist plan {file} {cluster} --out plan && jaxdist train plan/plan.yaml"
 

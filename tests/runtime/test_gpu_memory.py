@@ -1,0 +1,51 @@
+"""The share of a GPU's memory that a run takes: by default, by the environment, and what is no share."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config.load import load_config
+from jaxdist.errors import UserError
+from jaxdist.runtime import start
+from jaxdist.runtime.gpu_memory import OTHERS, SHARE, VARIABLE, memory_share, take_memory
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("name", [None, VARIABLE, *OTHERS])
+def test_a_run_takes_the_share_unless_the_environment_says_otherwise(name: str | None) -> None:
+    given = {} if name is None else {name: "0.5"}
+    environ = dict(given)
+    take_memory(environ)
+    assert environ == (given or {VARIABLE: str(SHARE)})
+
+
+def test_plans_are_for_the_share_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert memory_share() == SHARE
+    monkeypatch.setenv(VARIABLE, ".45")
+    assert memory_share() == 0.45
+
+
+@pytest.mark.parametrize("value", ["0", "1.5", "-1", "half", "nan", ""])
+def test_what_is_no_share_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(UserError, match=re.escape(f"{VARIABLE}: {value!r}; allowed: a number > 0 and <= 1")):
+        memory_share()
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "taken"), [("gpu", False, True), ("gpu", True, False), ("cpu", False, False)]
+)
+def test_it_is_taken_on_gpus_before_jax_starts(
+    backend: str, devices: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (VARIABLE, *OTHERS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(start, "expected_backend", lambda devices: backend)
+    monkeypatch.setattr(start, "has_devices", lambda: devices)
+    monkeypatch.setattr(start, "set_flags", lambda *arguments, **keywords: None)
+    start.start(load_config(QUICKSTART, []))
+    assert (os.environ.pop(VARIABLE, None) == str(SHARE)) == taken
