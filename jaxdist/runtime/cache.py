@@ -82,17 +82,18 @@ def _shared_default() -> Path:
     Only process 0 writes. If the others could not read its folder, they would compile while it does not, and XLA:GPU's
     autotuning, which is divided among the processes, would wait for a share that never comes.
     """
-    folder, error, first = None, "", jax.process_index() == 0
+    folder, error, mark = None, "", ""
     try:
         folder = _made(True)
-    except UserError as found:
-        error = str(found)
-    mark = f"seen-{secrets.token_hex(8)}" if first and folder else ""
-    if mark and folder:
-        (folder / mark).touch()
+        if jax.process_index() == 0:
+            own = folder / f"seen-{secrets.token_hex(8)}"
+            own.touch()
+            mark = own.name
+    except (UserError, OSError) as found:
+        error = f"{CACHE_KEY}: {str(found).removeprefix(f'{CACHE_KEY}: ')}"
     mark = from_all(mark)[0]
     seen = from_all(bool(mark and folder and (folder / mark).exists()))
-    if mark and folder and first:
+    if mark and folder and jax.process_index() == 0:
         (folder / mark).unlink()
     if blind := [rank for rank, each in enumerate(seen) if not each]:
         raise UserError(

@@ -12,9 +12,11 @@ import child
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.cli.work.doctor import addresses_shared, differing, environment_of
-from jaxdist.cli.work.link_bandwidth import ALL_PAIRS, SlowLink, bandwidths, pairs, slow_links
+from jaxdist.cli.work.link_bandwidth import ALL_PAIRS, SlowLink, _one_program, bandwidths, pairs, slow_links
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.runtime.network.addresses import port_problem
@@ -66,6 +68,17 @@ def test_all_pairs_of_one_process_are_measured() -> None:
     found = bandwidths(jax.devices()[:3], mib=0.01, repetitions=1)
     assert np.isnan(np.diag(found)).all()
     assert (found[~np.eye(3, dtype=bool)] > 0).all()
+
+
+def test_pairs_are_branches_of_one_program_and_send_what_they_should() -> None:
+    mesh, every = Mesh(np.array(jax.devices()[:4]), ("ends",)), list(pairs(4))
+    send = _one_program(mesh, every)
+    x = jax.device_put(np.arange(1.0, 5.0, dtype=np.float32)[:, None], NamedSharding(mesh, P("ends")))
+    for i, (sender, receiver) in enumerate(every):
+        wanted = np.zeros((4, 1))
+        wanted[receiver] = sender + 1
+        np.testing.assert_array_equal(send(x, jax.device_put(np.int32(i), NamedSharding(mesh, P()))), wanted)
+    assert send._cache_size() == 1  # type: ignore[attr-defined]
 
 
 def report(rank: int, **changes: Any) -> dict[str, Any]:
