@@ -20,6 +20,7 @@ from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.closed.sent import Transfer, rounds
 from jaxdist.plan.explain import IN_HOST_MEMORY
+from jaxdist.plan.search import choose
 from jaxdist.plan.search.choose import Predicted, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import others
@@ -94,6 +95,34 @@ def test_what_may_be_hidden() -> None:
         )
     }
     assert list(shares.values()) == [0.95, 0.0, 0.5, 0.0, 0.0]
+
+
+def by_formula(layout: Layout, config: Config, cluster: PlanCluster, known: Known) -> Predicted:
+    """A prediction in which both memory and time turn on all that members of a family differ in: a gather and a sum a
+    microbatch, what is computed again, a bubble."""
+    parallel, memory = config.parallel, config.memory
+    kept = {"none": 8.0, "dots": 4.0, "full": 1.0}[str(memory.remat)] / parallel.microbatches
+    again = {"none": 0.0, "dots": 0.2, "full": 1.0}[str(memory.remat)]
+    bubble = 4.0 * (config.mesh.pipe - 1) / parallel.microbatches
+    seconds = 3.0 + again + bubble + 0.6 * parallel.microbatches + 2.0 * memory.offload.optimizer
+    spent = Seconds(seconds, 0.0, {}, 0.0, 0.0, 0.0)
+    return Predicted(layout, config, spent, {PEAK: kept + 2.0 - memory.offload.optimizer}, 0.0)
+
+
+@pytest.mark.parametrize("limit", [9.0, 5.0, 3.9, 3.0, 2.4, 2.2, 1.2])
+def test_what_a_search_leaves_out_is_no_faster(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slow links one microbatch that is computed again is faster than four that are kept."""
+    monkeypatch.setattr(choose, "predicted", by_formula)
+    config, small = tiny("data.global_batch=16"), cluster(per_host=4, memory=limit)
+    families = list(layouts(config, 4, per_host=4))
+    for family in families:
+        monkeypatch.setattr(choose, "layouts", lambda *_, family=family, **__: [family])
+        try:
+            found = search(config, small, KNOWN)
+        except UserError:  # none is allowed
+            continue
+        every = search(config, small, KNOWN, among=family)
+        assert (found.fitting[:1] or [None])[0] == (every.fitting[:1] or [None])[0]
 
 
 def test_seconds_by_hand() -> None:

@@ -88,10 +88,10 @@ def search(
     )
     for number, family in enumerate(families, start=1):
         considered += len(family)
-        enough = None  # what is kept and computed again by a member that fits
+        enough, fewest = None, math.inf  # of members that fit: what the last one keeps, the fewest microbatches
         for layout in family:
-            if enough is not None and _kept(layout) != enough:
-                break
+            if layout.values["parallel.microbatches"] >= fewest and (_in_turn(layout) or _kept(layout) != enough):
+                continue
             found = checked(config, layout, gpu=cluster.gpu)
             if isinstance(found, str):
                 refused[_kind(found)] += 1
@@ -103,12 +103,11 @@ def search(
                 continue
             fits = candidate.peak <= cluster.memory
             (fitting if fits else tight).append(candidate)
-            # What takes less memory than a member that fits only takes more time, where time follows FLOPs and bytes;
-            # but more microbatches of a pipeline also make its bubble shorter.
+            # What keeps less than a member that fits takes more time, where time follows FLOPs and bytes, unless it
+            # needs fewer microbatches, for which less is gathered. More microbatches take more time; but those of a
+            # pipeline also make its bubble shorter.
             if fits and cluster.measured is None:
-                enough = _kept(layout)
-                if ScheduleFacts.of(found.parallel.schedule).one_stage:
-                    break
+                enough, fewest = _kept(layout), min(fewest, layout.values["parallel.microbatches"])
         if number % 20 == 0:
             progress(f"{considered:,} layouts, {len(fitting):,} fit so far, {time.perf_counter() - began:.0f} s")
     if nearest is None:
@@ -162,6 +161,11 @@ def unplannable(config: Config, known: Known) -> str | None:
 
 def _kept(layout: Layout) -> tuple[object, object]:
     return layout.values["memory.offload.optimizer"], layout.values["memory.remat"]
+
+
+def _in_turn(layout: Layout) -> bool:
+    """Whether its microbatches follow each other, and no stage waits for them."""
+    return ScheduleFacts.of(layout.values["parallel.schedule"]).one_stage
 
 
 def _kind(reason: str) -> str:
