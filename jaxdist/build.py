@@ -104,7 +104,7 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
             head_width=getattr(model, "head_width", None) or model.width // model.heads,
             dropout=model.dropout,
             per_op=precision.per_op,
-            masked=(config.data.seq_len,) if ModelFacts.of(model.name).key_mask or config.data.apart else (),
+            masked=ModelFacts.of(model.name).key_mask or config.data.apart,
             window=getattr(model, "window", None),
         )
     if (form := form_of(config)) in ("gather", "ring"):

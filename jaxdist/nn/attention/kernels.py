@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.nn.context.positions import ContextSplit
 from jaxdist.nn.dropout import dropout_heads
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
@@ -130,7 +131,8 @@ def cudnn_attention(
 ) -> jax.Array:
     """`attention` by cuDNN's fused kernel: no dropout, no scores in memory, softmax in fp32.
 
-    A key mask and documents become a bias [B, 1, S, T] in the dtype of the queries.
+    A key mask and documents become a bias [B, 1, S, T] in the dtype of the queries. Odd lengths, as images with a class
+    token have, are padded by one position, which jax's check asks for where it differentiates.
 
     Only for inputs to which `why_not_cudnn` returns None: there is no fallback.
     """
@@ -143,10 +145,28 @@ def cudnn_attention(
         together = ~documents.apart()[:, None]
         mask = together if mask is None else mask & together
     local = None if window is None else (window - 1, 0)  # keys before a query's own, and after it
+    lengths: list[jax.Array | None] = [None, None]  # of queries and keys
+    if mask is not None:
+        mask = _even(_even(mask, 2), 3)
+    elif k_BTnK.shape[1] % 2 and not causal:  # a query of causal attention does not see what is after all others
+        full = [jnp.full(len(k_BTnK), x.shape[1], jnp.int32) for x in (by_head, k_BTnK)]
+        lengths = [to_varying(each, varying_axes(k_BTnK)) for each in full]
     context = jax.nn.dot_product_attention(
-        by_head, k_BTnK, v_BTnK, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
+        *(_even(x, 1) for x in (by_head, k_BTnK, v_BTnK)),
+        mask=mask,
+        is_causal=causal,
+        query_seq_lengths=lengths[0],
+        key_value_seq_lengths=lengths[1],
+        local_window_size=local,
+        implementation="cudnn",
     )
-    return _zeros_where_nothing_is_seen(context.reshape(q_BSnGK.shape), seen_BT, causal=causal, window=window)
+    context = context[:, : by_head.shape[1]].reshape(q_BSnGK.shape)
+    return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal, window=window)
+
+
+def _even(x: jax.Array, dim: int) -> jax.Array:
+    """x with a last position of zeros along dim, or of False, if its length is odd."""
+    return jnp.pad(x, [(0, x.shape[dim] % 2 if each == dim else 0) for each in range(x.ndim)])
 
 
 def why_not_cudnn(
@@ -156,7 +176,7 @@ def why_not_cudnn(
     head_width: int,
     dropout: float,
     per_op: bool = False,
-    masked: tuple[int, ...] = (),
+    masked: bool = False,
     window: int | None = None,
 ) -> str | None:
     """The reason why cuDNN's kernel cannot compute this attention, or None, whether causal or not.
@@ -164,8 +184,7 @@ def why_not_cudnn(
     capability: the CUDA compute capability of the devices, "9.0" for Hopper; "" if they have none.
     dtype: the dtype of queries, keys and values.
     per_op: whether precision.per_op casts operation by operation.
-    masked: the lengths of queries and keys, if there is a key mask or documents are kept apart. () if neither is so:
-        lengths do not matter.
+    masked: whether there is a key mask, or documents are kept apart.
     window: see `attention`.
 
     Sources: `check_is_flash_attention` of jax 0.10 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py; for 8.0
@@ -185,8 +204,6 @@ def why_not_cudnn(
     widest = 256 if generation >= 9 else 128
     if head_width % 8 or head_width > widest:
         return f"cuDNN takes heads of 8, 16, ... {widest} values here, not {head_width}"
-    if any(length % 2 for length in masked):
-        return f"cuDNN takes a mask where lengths are even, not {' and '.join(map(str, masked))}"
     if masked and window is not None:
         return "cuDNN takes a mask or a window, not both"
     return None
