@@ -38,12 +38,10 @@ def make_mesh(
 ) -> Mesh:
     """A `jax.sharding.Mesh` over all six axes, with Auto axis types.
 
-    pipe, data, fsdp, expert, context, tensor: sizes. One of them may be -1, "the rest of the devices". If none is, the
-        first devices are used, as many as the product of sizes: a mesh may be smaller than the machine. A line of the
-        logger "jaxdist" says so, unless `devices` is given.
-    devices: default `jax.devices()`. They are sorted so that devices of one host, and in it of one process, are
-        neighbours (`host_of`). So `tensor`, the last and fastest axis, stays inside a host if its size allows that, in
-        whatever order the launcher has numbered the processes.
+    pipe, data, fsdp, expert, context, tensor: sizes. One may be -1, "the rest of the devices". Else the mesh may be
+        smaller than the machine: it takes the first devices. The logger "jaxdist" says so, unless `devices` is given.
+    devices: default `jax.devices()`. They are sorted by host (`host_of`) and process, however the launcher has numbered
+        these. So `tensor`, the last and fastest axis, stays inside a host if its size allows that.
 
     Raises `UserError` for an axis of another name, if a size is not positive, if the mesh needs more devices than there
     are, or if it leaves a process without a device.
@@ -89,11 +87,8 @@ def make_mesh(
 @functools.cache  # once
 def _tell_idle(used: int, there: int) -> None:
     logging.getLogger("jaxdist").warning(
-        "mesh: uses %d of %d devices, the others are idle; give one axis -1, as fsdp=-1, to use all, or make_mesh "
-        "devices=jax.devices()[:%d] if these are meant",
-        used,
-        there,
-        used,
+        f"mesh: uses {used} of {there} devices, the others are idle; give one axis -1, as fsdp=-1, to use all, or"
+        f" make_mesh devices=jax.devices()[:{used}] if these are meant"
     )
 
 
@@ -114,10 +109,8 @@ def abstract_mesh(**sizes: int) -> AbstractMesh:
 
 
 def has_host_memory(mesh: AnyMesh) -> bool:
-    """Whether arrays of these devices can be stored in pinned host memory (`HOST`).
-
-    A mesh without devices stands for one of GPUs, where they can.
-    """
+    """Whether arrays of these devices can be stored in pinned host memory (`HOST`). A mesh without devices stands for
+    one of GPUs, where they can."""
     if not isinstance(mesh, Mesh):
         return True
     device = mesh.local_devices[0]
@@ -132,21 +125,17 @@ def on_cpu(mesh: AnyMesh) -> bool:
 
 
 def host_of(device: jax.Device) -> int:
-    """The number of a device's host. It may run several processes.
-
-    Of GPUs, JAX finds it by the boot id of the machine (`slice_index`); `jax.distributed.initialize(partition_index=)`
-    sets another, such as that of a rack whose hosts NVLink joins. Of CPUs, each process is taken for a host.
-    """
-    if jax.process_count() == 1:  # the devices are all here; or only described to the compiler, all as one slice
-        return device.process_index
-    return getattr(device, "slice_index", device.process_index)
+    """The number of a device's host. Of GPUs, JAX finds it by boot ids (`slice_index`), or is given one for a rack that
+    NVLink joins (`jax.distributed.initialize(partition_index=)`). Of CPUs, each process is taken for a host."""
+    # The devices of one process are all here; or only described to the compiler, all as one slice.
+    return device.process_index if jax.process_count() == 1 else getattr(device, "slice_index", device.process_index)
 
 
 def count_hosts(mesh: AnyMesh | None = None) -> int:
     """The number of hosts of a mesh, by default of all devices of the job. A mesh without devices has one."""
     if isinstance(mesh, AbstractMesh):
         return 1
-    return len({host_of(device) for device in (jax.devices() if mesh is None else mesh.devices.flat)})
+    return len({host_of(each) for each in (jax.devices() if mesh is None else mesh.devices.flat)})
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:

@@ -122,9 +122,8 @@ def default_link() -> Link:
     """The link that the platform and the number of hosts suggest. `make_link` makes others."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     on_gpu = device is not None and device.platform != "cpu"
-    if count_hosts() > 1:
-        return LINKS["infiniband" if on_gpu else "tcp"]
-    return LINKS["nvlink" if on_gpu else "local"]
+    near, far = ("nvlink", "infiniband") if on_gpu else ("local", "tcp")
+    return LINKS[far if count_hosts() > 1 else near]
 
 
 def shift(n: int, by: int = 1) -> list[tuple[int, int]]:

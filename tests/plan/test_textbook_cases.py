@@ -66,7 +66,7 @@ def test_on_fast_links_between_hosts_zero_over_all_is_the_fastest(bench: Any) ->
     """Of what fits at all; a pipeline between hosts waits for its bubble."""
     seconds, _ = kinds(bench, "4")
     assert seconds[TENSOR] == seconds[DDP] == math.inf
-    assert seconds[ZERO] < seconds[BETWEEN] < 1.5 * seconds[ZERO]
+    assert 1.1 * seconds[ZERO] < seconds[BETWEEN] < 1.7 * seconds[ZERO]
 
 
 def test_on_slow_links_a_pipeline_between_hosts_with_zero_inside_is_the_fastest(bench: Any) -> None:

@@ -52,7 +52,7 @@ def bandwidths(devices: Sequence[jax.Device], *, mib: float, repetitions: int = 
     seconds, send = np.full((n, n), np.inf), _one_program(mesh, list(pairs(n)))
     everywhere = NamedSharding(mesh, P())
     for i, pair in enumerate(pairs(n)):
-        which = jax.make_array_from_callback((), everywhere, lambda _, i=i: np.int32(i))
+        which = jax.device_put(np.int32(i), everywhere)
         jax.block_until_ready(send(x, which))  # compiles, the first time, and connects
         for _ in range(repetitions):
             multihost_utils.sync_global_devices("probe")
@@ -69,7 +69,10 @@ def _one_program(mesh: Mesh, every: Sequence[tuple[int, int]]) -> Callable[[jax.
     """A function of (x, the number of a pair) that sends the sender's part of x to the receiver. All pairs are branches
     of one program: 16 ends have 240, and GPUs would compile each of them for a second."""
     branches = [functools.partial(jax.lax.ppermute, axis_name="ends", perm=[pair]) for pair in every]
-    send = lambda x, which: jax.lax.switch(which, branches, x)  # noqa: E731
+
+    def send(x: jax.Array, which: jax.Array) -> jax.Array:
+        return jax.lax.switch(which, branches, x)
+
     return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(P("ends"), P()), out_specs=P("ends")))
 
 

@@ -152,7 +152,9 @@ def cudnn_attention(
         full = [jnp.full(len(k_BTnK), x.shape[1], jnp.int32) for x in (by_head, k_BTnK)]
         lengths = [to_varying(each, varying_axes(k_BTnK)) for each in full]
     context = jax.nn.dot_product_attention(
-        *(_even(x, 1) for x in (by_head, k_BTnK, v_BTnK)),
+        _even(by_head, 1),
+        _even(k_BTnK, 1),
+        _even(v_BTnK, 1),
         mask=mask,
         is_causal=causal,
         query_seq_lengths=lengths[0],

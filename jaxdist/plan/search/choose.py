@@ -165,7 +165,7 @@ def _kept(layout: Layout) -> tuple[object, object]:
 
 def _in_turn(layout: Layout) -> bool:
     """Whether its microbatches follow each other, and no stage waits for them."""
-    return ScheduleFacts.of(layout.values["parallel.schedule"]).one_stage
+    return bool(ScheduleFacts.of(layout.values["parallel.schedule"]).one_stage)
 
 
 def _kind(reason: str) -> str:
