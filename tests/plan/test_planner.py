@@ -237,6 +237,7 @@ def test_an_argued_layout(plan: LayoutPlan) -> None:
         layout_named(["optimizer.lr=1"], config, 2)
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     with pytest.raises(
         UserError, match=r"plan: no layout of 2 x h200 fits; the nearest, .* does not fit: .*; allowed: more"
