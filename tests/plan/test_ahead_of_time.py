@@ -88,7 +88,7 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of(peak: float) -> tuple[ahead_of_time.FitVerdict, str]:
         footprint = Footprint(arguments=0, outputs=0, aliased=0, temporary=int(peak), host=0)
-        planned = ahead_of_time.Planned(gpu, 8, 1, "xla", 1, footprint, [], None, "", 0.0, 0.0)  # type: ignore[arg-type]
+        planned = ahead_of_time.Planned(gpu, 8, 1, "xla", 1, footprint, [], None, 1.0, 1.0, "", 0.0, 0.0)  # type: ignore[arg-type]
         return ahead_of_time.fit_verdict(footprint, gpu), compiled_text.verdict_text(planned)
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
@@ -109,14 +109,32 @@ def test_what_is_assumed_between_hosts_is_said() -> None:
 
     def said(hosts: int, network: float | None) -> bool:
         rates = compiled_text.with_network(gpu.rates, network, 0.0)
-        replay = Overlap(rates, [], 0.0, 0.0, 0.0, 0)
+        replay = Overlap(rates, [], 0.0, 0.0, 1.0, 0, 1.0, 0.0, 0)
         footprint = Footprint(arguments=0, outputs=0, aliased=0, temporary=0, host=0)
-        planned = ahead_of_time.Planned(gpu, 8, hosts, "xla", 1, footprint, [], replay, "", 0.0, 0.0)
+        planned = ahead_of_time.Planned(gpu, 8, hosts, "xla", 1, footprint, [], replay, 1.0, 1.0, "", 0.0, 0.0)
         text = compiled_text.plan_text(planned, network=network)
         assert f" {network or 400:.0f} GB/s sent" in text
         return f" {network or 400:.0f} GB/s sent, between hosts too: give --network, 0 us latency" in text
 
     assert said(2, None) and not said(1, None) and not said(2, 50.0) and not said(2, 400.0)
+
+
+def test_the_time_of_a_step_and_what_xla_computes_again() -> None:
+    """7 ms of computation and 1 of waiting, by 4 TFLOP of which 3 are the model's, on a device of 1 PFLOP/s."""
+    footprint = Footprint(arguments=0, outputs=0, aliased=0, temporary=0, host=0)
+
+    def said(again: float, copies: int) -> list[str]:
+        replay = Overlap(get_gpu("h200").rates, [], 0.0, 1e-3, 7e-3, 0, 4e12, again, copies)
+        given = (get_gpu("h200"), 8, 1, "xla", 1, footprint, [], replay, 3e12, 1e15, "", 0.0, 0.0)
+        return compiled_text.time_text(ahead_of_time.Planned(*given))
+
+    [line] = said(0.0, 0)
+    assert (
+        line
+        == "A step takes 8.0 ms by these rates: MFU 37.5% of 1000 TFLOP/s. Its products are 1.33 x those of the model."
+    )
+    _, warning = said(1e12, 62)
+    assert warning.startswith("warning: memory is short, and XLA computes 62 instructions again") and "25.0%" in warning
 
 
 COMPILES = pytest.mark.skipif(why_not() is not None, reason=f"nothing is compiled for GPUs here: {why_not()}")

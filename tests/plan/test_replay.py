@@ -63,6 +63,15 @@ def test_a_collective_hides_behind_what_stands_between_start_and_done() -> None:
     assert (each.needed, each.between, each.stall) == pytest.approx((1e-3, 0.6e-3, 0.4e-3))
 
 
+def test_products_are_counted_in_every_round_and_those_of_copies_apart() -> None:
+    one = 2.0 * 1024**3
+    body = computation("body", start("a"), dot("m"), dot("m.remat2"), done("a"))
+    text = HEAD + body + computation("main", loop("l", "body", 10), dot("fusion.remat.1"), dot("remat"), entry=True)
+    found = overlap(text, RATES)
+    assert (found.flops, found.flops_again, found.copies) == (22 * one, 11 * one, 2)
+    assert found.seconds == pytest.approx(22 * 0.6e-3 + found.stall)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -17,10 +17,10 @@ from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.plan.compiled.hardware import peak_flops
 from jaxdist.plan.compiled.memory import batch_of
+from jaxdist.plan.traced.flops import model_flops
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES
 from jaxdist.trainer.measures import step_figures
-from jaxdist.trainer.measures.step_figures import model_flops
 from jaxdist.trainer.train import train
 
 ROOT = Path(__file__).parents[2]

@@ -22,10 +22,11 @@ from jaxdist.build import Parts, assemble
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts, make_mesh
-from jaxdist.plan.compiled.hardware import Gpu
+from jaxdist.plan.compiled.hardware import Gpu, peak_flops
 from jaxdist.plan.compiled.hlo import Compiled, compiled_collectives
 from jaxdist.plan.compiled.memory import Footprint, batch_of, footprint_of
 from jaxdist.plan.compiled.replay import Overlap, Rates, overlap
+from jaxdist.plan.traced.flops import model_flops
 from jaxdist.runtime.gpu_memory import memory_share
 
 INSTALL = "python -m pip install 'jaxdist[aot]' (from a checkout: -e '.[aot]')"
@@ -43,6 +44,8 @@ class Planned(NamedTuple):
     devices, hosts: of the mesh
     attention: the kernel
     parameters: how many the model has
+    needed: FLOPs that a step needs of each device, `model_flops`
+    peak: dense FLOPs a second of a device in the type in which the step multiplies
     text: the HLO, scheduled
     lower_s, compile_s: seconds that tracing and compiling took on this machine
     """
@@ -55,9 +58,16 @@ class Planned(NamedTuple):
     footprint: Footprint
     collectives: list[Compiled]
     overlap: Overlap
+    needed: float
+    peak: float
     text: str
     lower_s: float
     compile_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation (MFU) by the assumed rates: the share of the peak that the model's products take."""
+        return self.needed / (self.overlap.seconds * self.peak)
 
 
 class FitVerdict(NamedTuple):
@@ -169,7 +179,9 @@ def planned_of(
     program: Any, config: Config, parts: Parts, gpu: Gpu, rates: Rates, seconds: tuple[float, float]
 ) -> Planned:
     """The `Planned` of a compiled step. seconds: that tracing and compiling took."""
-    mesh = parts.target.step.sharding.mesh
+    target, precision = parts.target, parts.options.precision
+    mesh, batch = target.step.sharding.mesh, batch_of(config, target.step.sharding.mesh)
+    needed = model_flops(parts.model, target.params, target.model_state, batch, precision=precision)
     footprint, text = footprint_of(program, config, parts), program.as_text()
     assert footprint is not None and "is_scheduled=true" in text[:2000]
     return Planned(
@@ -181,6 +193,8 @@ def planned_of(
         footprint=footprint,
         collectives=compiled_collectives(text),
         overlap=overlap(text, rates),
+        needed=needed / mesh.size,
+        peak=peak_flops(gpu.description, precision) or gpu.bf16,
         text=text,
         lower_s=seconds[0],
         compile_s=seconds[1],

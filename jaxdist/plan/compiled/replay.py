@@ -8,6 +8,7 @@ stream slows the other.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -78,6 +79,9 @@ class Overlap(NamedTuple):
 
     communication, stall, compute: seconds of a step, by the rates
     unknown_loops: loops whose length is not in the program; they count as one round
+    flops: of the products that a device computes in a step
+    flops_again: those of instructions that XLA has copied, to compute their results again instead of keeping them
+    copies: how many such instructions the program has; none where memory suffices
     """
 
     rates: Rates
@@ -86,6 +90,14 @@ class Overlap(NamedTuple):
     stall: float
     compute: float
     unknown_loops: int
+    flops: float
+    flops_again: float
+    copies: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: computation and waits."""
+        return self.compute + self.stall
 
     @property
     def hidden(self) -> float:
@@ -117,7 +129,14 @@ def overlap(text: str, rates: Rates) -> Overlap:
         travels.append(each._replace(calls=round(calls), between=between, stall=stall, products=products))
     communication = sum(each.needed * each.calls for each in travels)
     stall = sum(each.stall * each.calls for each in travels)
-    return Overlap(rates, travels, communication, stall, replay.compute, len(replay.unknown))
+    compute, flops, again = replay.done.tolist()
+    copies = sum(_is_copy(name) for body in computations.values() for name in body)
+    return Overlap(rates, travels, communication, stall, compute, len(replay.unknown), flops, again, copies)
+
+
+def _is_copy(name: str) -> bool:
+    """Whether XLA has made this instruction to compute another one's result again (its HloRematerialization)."""
+    return re.search(r"\.remat\d*(\.|$)", name) is not None
 
 
 class _Replay:
@@ -125,7 +144,7 @@ class _Replay:
 
     now: the time of the compute stream
     free: the time when the communication stream has sent everything
-    compute: seconds of computation so far
+    done: seconds of computation so far, FLOPs of its products, and those of what XLA computes again
     flying: {key: when that collective ends}
     travels: {key: the collective}, without the figures that are in `totals`
     totals: {key: sums over its calls so far: calls, between, stall, products}
@@ -134,7 +153,8 @@ class _Replay:
 
     def __init__(self, computations: dict[str, Computation], rates: Rates) -> None:
         self.computations, self.rates = computations, rates
-        self.now = self.free = self.compute = 0.0
+        self.now = self.free = 0.0
+        self.done = np.zeros(3)
         self.flying: dict[tuple[str, str], float] = {}
         self.travels: dict[tuple[str, str], Travel] = {}
         self.totals: dict[tuple[str, str], np.ndarray] = {}
@@ -169,14 +189,14 @@ class _Replay:
         body, before = own.called("body"), None
         assert body is not None
         for i in range(trips):
-            start, lag, compute = self.now, max(0.0, self.free - self.now), self.compute
+            start, lag, done = self.now, max(0.0, self.free - self.now), self.done.copy()
             totals = {key: total.copy() for key, total in self.totals.items()}
             self.run(body, (*loop, trips))
             this = self.now - start, lag, max(0.0, self.free - self.now)
             if before is not None and _alike(before, this) and (rest := trips - i - 1):
                 for key, total in self.totals.items():
                     total += rest * (total - totals.get(key, 0))
-                self.compute += (self.compute - compute) * rest
+                self.done += (self.done - done) * rest
                 self.now += this[0] * rest
                 self.free += this[0] * rest
                 return
@@ -191,7 +211,7 @@ class _Replay:
             self.costs[name, own.name] = flops, seconds
         flops, seconds = self.costs[name, own.name]
         self.now += seconds
-        self.compute += seconds
+        self.done += (seconds, flops, flops * _is_copy(own.name))
         for key in self.flying:
             self.totals[key] += (0, seconds, 0, flops > WORTH_FLOPS)
 

@@ -35,7 +35,31 @@ def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None)
     if footprint.host:
         text.append(f"and {format_bytes(footprint.host)} of host memory a device")
     apart = planned.hosts > 1 and network is None
-    return "\n".join([*text, "", *_collectives(planned), "", *overlap_text(planned.overlap, rows=rows, apart=apart)])
+    text += [
+        "",
+        *_collectives(planned),
+        "",
+        *overlap_text(planned.overlap, rows=rows, apart=apart),
+        "",
+        *time_text(planned),
+    ]
+    return "\n".join(text)
+
+
+def time_text(planned: Planned) -> list[str]:
+    """The time of a step by the assumed rates, what is computed for it, and whether XLA is short of memory."""
+    found = planned.overlap
+    text = [
+        f"A step takes {found.seconds * 1e3:.1f} ms by these rates: MFU {planned.utilisation:.1%} of"
+        f" {planned.peak / 1e12:.0f} TFLOP/s. Its products are {found.flops / planned.needed:.2f} x those of the model."
+    ]
+    if found.copies:
+        text.append(
+            f"warning: memory is short, and XLA computes {found.copies} instructions again in place of keeping their"
+            f" results, {found.flops_again / found.flops:.1%} of the products: a memory.remat that keeps less may be"
+            " faster"
+        )
+    return text
 
 
 def memory_rows(planned: Planned) -> dict[str, int]:
@@ -128,6 +152,8 @@ def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
         "optimization_level": str(jax.config.values["jax_optimization_level"]),
         "memory": planned.footprint._asdict() | {"peak": planned.footprint.peak, "capacity": planned.gpu.memory},
         "fits": found.fits,
+        "model_flops": planned.needed,
+        "mfu": planned.utilisation,
         "spare_bytes": found.spare,
         "collectives": [each._asdict() for each in planned.collectives if each.group_size > 1],
         "overlap": {
@@ -137,6 +163,10 @@ def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
             "communication_s": replay.communication,
             "stall_s": replay.stall,
             "compute_s": replay.compute,
+            "step_s": replay.seconds,
+            "flops": replay.flops,
+            "flops_again": replay.flops_again,
+            "instructions_again": replay.copies,
             "unknown_loops": replay.unknown_loops,
             "synchronous_in_loops": len(replay.synchronous_in_loops),
             "synchronous": sum(not each.asynchronous for each in replay.travels),

@@ -16,12 +16,12 @@ from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.compiled.hardware import peak_flops
 from jaxdist.plan.compiled.memory import footprint_of
+from jaxdist.plan.traced.flops import model_flops
 from jaxdist.plan.traced.ledger import ledger_of
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.runtime.start import start
 from jaxdist.specs import PyTree
 from jaxdist.trainer.batches.load import load_data, loader_of, work_of_a_step
-from jaxdist.trainer.measures.step_figures import model_flops
 
 WARM_UP = 3  # steps before the first that counts
 

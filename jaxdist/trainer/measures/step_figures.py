@@ -6,66 +6,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import psum, to_varying
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.evaluate import without_dead_code
-from jaxdist.mesh import BATCH_LIKE, abstract_mesh
-from jaxdist.model import ModelDef
 from jaxdist.observe.console import error_text
 from jaxdist.plan.compiled.hardware import peak_flops
-from jaxdist.plan.traced.flops import flops_of
+from jaxdist.plan.traced.flops import model_flops
 from jaxdist.plan.traced.ledger import ledger_of
-from jaxdist.precision.policy import Precision
-from jaxdist.specs import STACKED, PyTree
+from jaxdist.specs import PyTree
 from jaxdist.trainer.run import RunPlan
-
-_BACKWARD = 2  # a backward pass multiplies twice as much as its forward pass
-
-
-def model_flops(
-    model: Any, params: PyTree, model_state: PyTree, batch: PyTree, *, precision: Precision | None = None
-) -> float:
-    """FLOPs that a step on this batch needs at least: three times those of the matrix products of a forward pass over
-    the whole batch. What is computed again for memory, and what devices compute twice, does not count.
-
-    params, model_state, batch: arrays or ShapeDtypeStructs, of which only shapes and types are read.
-    precision: of the step, by which the model receives its parameters. None: as they are stored.
-    """
-    shapes = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)  # noqa: E731
-    params, batch = shapes(params), shapes(batch)
-    if precision is not None:  # cuDNN's attention cannot be traced with parameters in fp32
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.received), params)
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    if isinstance(model, ModelDef):
-        forward: Callable[..., Any] = _forward(model)
-        given = (params, {**batch, "keys": keys})
-    else:
-        forward = getattr(model, "evaluation", None) or model
-        carried = [shapes(model_state)] if jax.tree.leaves(model_state) else []
-        given = (params, batch, keys, *carried)
-    return (1 + _BACKWARD) * flops_of(jax.make_jaxpr(forward)(*given))
-
-
-def _forward(model: ModelDef) -> Callable[..., Any]:
-    """(params, batch) -> the loss of the model as one device computes it, if it had room."""
-
-    def region(params: PyTree, batch: PyTree) -> Any:
-        params, batch = to_varying((params, batch), BATCH_LIKE)
-        block = jax.tree.map(lambda leaf: leaf[0], params[STACKED])
-        h = model.embed(params["embed"], batch, batch["keys"])
-
-        def through(h: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return to_varying(model.block(block, h, *model.read_by_blocks(batch)), BATCH_LIKE), None
-
-        h, _ = lax.scan(through, to_varying(h, BATCH_LIKE), length=model.layers)
-        loss = model.head(params["head"], params["embed"] if model.tied else None, h, batch)
-        return psum(to_varying(loss, BATCH_LIKE), BATCH_LIKE)
-
-    return jax.shard_map(region, mesh=abstract_mesh(), in_specs=P(), out_specs=P())
 
 
 class StepFigures:
