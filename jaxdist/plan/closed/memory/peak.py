@@ -8,7 +8,6 @@ What has no closed form is traced whole: a loss without blocks, distillation, an
 """
 
 import math
-from typing import NamedTuple
 
 from jaxdist.config.entries import ModelFacts, ScheduleFacts
 from jaxdist.config.schema import Config
@@ -18,7 +17,7 @@ from jaxdist.plan.closed.memory.at_rest import AtRest, at_rest
 from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
 from jaxdist.plan.explain import ESTIMATED_PEAK, ESTIMATED_TEMPORARY, IN_HOST_MEMORY, explain
-from jaxdist.specs import STACKED, format_bytes
+from jaxdist.specs import STACKED
 
 PEAK = "peak"
 HOST_PARTS = (IN_HOST_MEMORY,)  # parts that are in no device's memory
@@ -140,27 +139,3 @@ def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) 
         base | {OF_A_BLOCK: sizes["read_weights"] + crossing + sizes["weights"], OF_GRADIENTS: grads + chunk},
         base | {OF_THE_EMBEDDING: sizes["embed"], OF_GRADIENTS: grads + rest.gradients["embed"]},
     ]
-
-
-class Verdict(NamedTuple):
-    """Whether a step fits into a device's memory. fits: None where only compiling it tells. why: in words."""
-
-    fits: bool | None
-    why: str
-
-
-def fits_into(config: Config, known: Known, memory_bytes: float) -> Verdict:
-    """Whether a configuration fits into a device's memory, as far as `memory_of` and its margin (`BOUNDS`) can tell.
-
-    What it says not to fit may be left out of a search; what it calls too near to say is to be compiled.
-    """
-    found = memory_of(config, known)
-    least, most = (share * found[PEAK] for share in BOUNDS)
-    part = max((name for name in found if name not in (PEAK, *HOST_PARTS)), key=found.__getitem__)
-    told = (
-        f"about {format_bytes(found[PEAK])} of {format_bytes(memory_bytes)} in closed form, most of it {part}:"
-        f" {format_bytes(found[part])}"
-    )
-    if least > memory_bytes:
-        return Verdict(False, f"does not fit: {told}")
-    return Verdict(True, f"fits: {told}") if most <= memory_bytes else Verdict(None, f"too near to say: {told}")
