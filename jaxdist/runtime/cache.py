@@ -61,19 +61,27 @@ def set_up(value: str | bool, backend: str) -> None:
     JAX_ENABLE_COMPILATION_CACHE is in the environment. A given folder that cannot be made or is not private is a
     `UserError`; the default folder is then not used, with a warning. Every process of a job must call it.
     """
-    given = {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & set(os.environ)
-    together = value is True and jax.process_count() > 1  # also if the environment of this process alone says something
-    if why_off(value, backend) or (given and not together):
+    given = bool({"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & set(os.environ))
+    default = value is True and not given
+    if jax.process_count() > 1 and backend == "gpu":  # ranks may differ in the key and in their environments
+        others = [rank for rank, each in enumerate(from_all(default)) if not each]
+        if default and others:
+            _warn(f"{CACHE_KEY}: true, and something else for {name_ranks(others)}")
+            return
+    if given or why_off(value, backend):
         return
     try:
-        folder = _shared_default() if together else _made(value)
-        if not given:
-            jax.config.update("jax_compilation_cache_dir", str(folder))
+        folder = _shared_default() if default and jax.process_count() > 1 else _made(value)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     except UserError as error:
         if value is not True:
             raise
-        if jax.process_index() == 0 and not given:
-            logging.getLogger(__name__).warning("no compilation cache: %s", error)
+        _warn(str(error))
+
+
+def _warn(why: str) -> None:
+    if jax.process_index() == 0:
+        logging.getLogger(__name__).warning("no compilation cache: %s", why)
 
 
 def _shared_default() -> Path:
@@ -92,9 +100,9 @@ def _shared_default() -> Path:
     except (UserError, OSError) as found:
         error = f"{CACHE_KEY}: {str(found).removeprefix(f'{CACHE_KEY}: ')}"
     mark = from_all(mark)[0]
-    seen = from_all(bool(mark and folder and (folder / mark).exists()))
+    seen = from_all(bool(mark and folder and _is_there(folder / mark)))
     if mark and folder and jax.process_index() == 0:
-        (folder / mark).unlink()
+        (folder / mark).unlink(missing_ok=True)
     if blind := [rank for rank, each in enumerate(seen) if not each]:
         raise UserError(
             error
@@ -103,6 +111,13 @@ def _shared_default() -> Path:
         )
     assert folder is not None  # all have seen the mark in it
     return folder
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:  # the folder may not be entered
+        return False
 
 
 def _made(value: str | bool) -> Path:

@@ -91,15 +91,15 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
         planned = ahead_of_time.Planned(gpu, 8, 1, "xla", 1, footprint, [], None, 1.0, 1.0, "", 0.0, 0.0)  # type: ignore[arg-type]
         return ahead_of_time.fit_verdict(footprint, gpu), compiled_text.verdict_text(planned)
 
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     found, text = of(0.5 * gpu.memory)
     assert found.fits and text == "fits, with 31.64 GiB to spare of the 90% of a GPU's memory that a run takes"
     found, text = of(0.92 * gpu.memory)
     assert not found.fits and text.startswith("does not fit, by 1.58 GiB of the 90% of")
-    assert text.endswith("; XLA_PYTHON_CLIENT_MEM_FRACTION=0.93 may be enough")
+    assert text.endswith("; XLA_CLIENT_MEM_FRACTION=0.93 may be enough")
     found, text = of(0.96 * gpu.memory)
     assert not found.fits and "FRACTION" not in text
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # a run follows it, and so does the plan
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")  # a run follows it, and so does the plan
     planned_for = gpu_cluster("h100", POLICIES["bf16"], hosts=1, per_host=8, link=None, inside=None)
     assert not of(0.6 * gpu.memory)[0].fits and planned_for.memory == 0.5 * gpu.memory
 

@@ -1,6 +1,7 @@
 """`jaxdist calibrate`: the fit of links, the file, and what plans read from it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxdist.plan.calibration.file import (
     write_calibration,
 )
 from jaxdist.plan.calibration.links import fitted, measure_link
-from jaxdist.plan.calibration.measure import shapes_of
+from jaxdist.plan.calibration.measure import devices_by_host, shapes_of
 from jaxdist.plan.calibration.repeated import Timed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.sent import rounds
@@ -70,6 +71,9 @@ def test_a_link_is_found(noise: float) -> None:
     assert found.bytes_per_s == pytest.approx(12.5e6, rel=0.15) and found.latency_s == pytest.approx(2e-3, rel=0.3)
     with pytest.raises(UserError, match=r"calibrate: .* MB/s was measured on a link of 6 MB/s: .*--burst"):
         fitted(timed, n, declared=6e6)
+    assert fitted(timed, n, declared=25e6, abreast=2) == found  # two devices share the link
+    with pytest.raises(UserError, match=r"calibrate: 2\d\.\d+ MB/s was measured on a link of 12.5 MB/s"):
+        fitted(timed, n, declared=12.5e6, abreast=2)
 
 
 def test_the_file(tmp_path: Path) -> None:
@@ -122,5 +126,16 @@ def test_measured_here() -> None:
     compute, optimizer = measure_blocks(tiny(), [LocalShape("none", 1, 2), LocalShape("full", 1, 2)], progress=print)
     assert [each.remat for each in compute] == ["none", "full"] and optimizer > 0
     assert all(each.block + each.ends > 0 for each in compute)
-    link = measure_link(jax.devices()[:4], progress=print)
-    assert link.latency_s > 0 and link.bytes_per_s > 0
+    for ends in ([[each] for each in jax.devices()[:4]], [jax.devices()[:2], jax.devices()[2:4]]):
+        link = measure_link(ends, progress=print)
+        assert link.latency_s > 0 and link.bytes_per_s > 0
+
+
+def test_the_devices_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a process a GPU, ranks dealt out cyclically: every process has a device in the measurement of the link."""
+    every = [SimpleNamespace(process_index=rank, id=rank, slice_index=rank % 2) for rank in range(4)]
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    found = devices_by_host(every)  # type: ignore[arg-type]
+    assert [[each.process_index for each in host] for host in found] == [[0, 2], [1, 3]]
+    with pytest.raises(UserError, match="calibrate: hosts have from 1 to 2 devices"):
+        devices_by_host(every[:3])  # type: ignore[arg-type]

@@ -58,18 +58,19 @@ def test_on_pcie_3_a_pipeline_is_no_slower_than_zero_and_tensor_is_last(bench: A
 
 def test_a_layer_that_does_not_fit_takes_tensor_parallelism(bench: Any) -> None:
     seconds, found = kinds(bench, "3")
-    assert seconds[TENSOR] < math.inf == seconds[DDP] == seconds[ZERO] == seconds[PIPELINE]
+    assert seconds[TENSOR] < math.inf == seconds[DDP] == seconds[ZERO]
     assert "tensor" in found.fitting[0].layout.name()
 
 
 def test_on_fast_links_between_hosts_zero_over_all_is_the_fastest(bench: Any) -> None:
     """Of what fits at all; a pipeline between hosts waits for its bubble."""
     seconds, _ = kinds(bench, "4")
-    assert seconds[TENSOR] == seconds[DDP] == math.inf
+    assert seconds[DDP] == math.inf
     assert 1.1 * seconds[ZERO] < seconds[BETWEEN] < 1.7 * seconds[ZERO]
 
 
-def test_on_slow_links_a_pipeline_between_hosts_with_zero_inside_is_the_fastest(bench: Any) -> None:
+def test_on_slow_links_a_pipeline_between_hosts_is_before_zero_over_all(bench: Any) -> None:
+    """Of the kinds; with `tensor` inside hosts as well it is a little faster, a tie."""
     seconds, found = kinds(bench, "5")
     assert seconds[BETWEEN] == found.fitting[0].seconds.total
     assert seconds[ZERO] > 3 * seconds[BETWEEN]

@@ -1,8 +1,10 @@
 """The compilation cache: a folder of one's own, on where it is safe."""
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import jax
@@ -124,37 +126,64 @@ def test_the_default_folder_is_left_alone_where_it_cannot_be(
     assert len(said) == 3 and all(line.startswith("no compilation cache: devices.compilation_cache: ") for line in said)
 
 
+def answers(other: Callable[[int, Any], Any]) -> Callable[[Any], list[Any]]:
+    """A stand-in for `from_all` in a job of two. other: (number of the exchange, own value) -> that of rank 1."""
+    numbers = itertools.count()
+    return lambda value: [value, other(next(numbers), value)]
+
+
 def test_processes_that_see_one_default_folder_use_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process a GPU, or hosts with one home folder."""
-    marks = list[str]()
+    exchanged = list[Any]()
+
+    def same(number: int, value: Any) -> Any:
+        exchanged.append(value)
+        return value
+
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(cache, "from_all", lambda value: marks.append(value) or [value, value])
+    monkeypatch.setattr(cache, "from_all", answers(same))
     set_up(True, "gpu")
     folder = default_folder(os.environ)
-    assert folder_in_use() == str(folder) and len(marks) == 2 and not list(folder.iterdir())
+    assert folder_in_use() == str(folder) and len(exchanged) == 3 and not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("blind", ["the other", "rank 0"])
+@pytest.mark.parametrize(
+    ("blind", "wanted"),
+    [
+        ("rank 1", "of rank 0 is not that of rank 1; allowed:"),
+        ("rank 0", "jaxdist': Not a directory"),
+        ("the key of rank 1", "devices.compilation_cache: true, and something else for rank 1"),
+    ],
+)
 def test_processes_with_a_folder_each_have_no_cache(
-    blind: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    blind: str, wanted: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What each would keep, the others would not find: all of them say no, and rank 0 says why."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(cache, "from_all", lambda value: [value, value and blind != "the other"])
+    first = 0 if blind == "the key of rank 1" else 2  # the exchange to which rank 1 answers no
+    monkeypatch.setattr(cache, "from_all", answers(lambda number, value: value and number < first))
     if blind == "rank 0":
         (home / ".cache").write_text("")
     set_up(True, "gpu")
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(cache, "from_all", lambda value: ["" if blind == "rank 0" else "seen-x", False])
+    replies = iter([[True, True], ["" if blind == "rank 0" else "seen-x", ""], [True, False]])
+    monkeypatch.setattr(cache, "from_all", lambda value: next(replies))
     set_up(True, "gpu")
     assert folder_in_use() is None
     [said] = [record.getMessage() for record in caplog.records]
-    wanted = (
-        "of rank 0 is not that of rank 1; allowed:" if blind == "the other" else "/.cache/jaxdist': Not a directory"
-    )
     assert said.startswith("no compilation cache: devices.compilation_cache: ") and wanted in said
-    set_up(str(home / "given"), "gpu")
-    assert folder_in_use() == str(home / "given")
+
+
+@pytest.mark.parametrize("key", [False, "given"])
+def test_a_rank_with_another_key_takes_part_in_the_exchange(
+    key: str | bool, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the others would wait for it."""
+    asked = list[Any]()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(cache, "from_all", lambda value: [asked.append(value) is None, value])
+    set_up(str(home / key) if isinstance(key, str) else key, "gpu")
+    assert asked == [False] and folder_in_use() == (str(home / key) if isinstance(key, str) else None)
 
 
 def test_hits_are_counted_while_open() -> None:

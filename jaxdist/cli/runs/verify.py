@@ -75,7 +75,7 @@ def _start(config: Config) -> Any:
 
 
 def _verify_config(given: str, overrides: Sequence[str], *, synthetic: bool) -> Any:
-    config = load_config(find_config(given), overrides, planned=synthetic)
+    config = load_config(find_config(given), ["devices.platform=cpu", *overrides], planned=synthetic)
     mesh = _start(config)
     from jaxdist.plan.verify import configs
     from jaxdist.trainer.batches.load import load_data, loader_of

@@ -78,7 +78,8 @@ def run_config(source: Path) -> Config | None:
     """The configuration of a run, by its directory or the folder of a step; None of what is no run."""
     folder = user_path(source, key="SOURCE").absolute()
     run_dir = folder.parent.parent if folder.parent.name == FOLDER else folder
-    return load_config(run_dir / "config.yaml") if (run_dir / "config.yaml").is_file() else None
+    file = run_dir / "config.yaml"  # any machine may generate from a run, with what devices it has
+    return load_config(file, ["devices.platform=auto"]) if file.is_file() else None
 
 
 def folder_config(found: Pretrained, sizes: dict[str, int]) -> Config:

@@ -37,41 +37,50 @@ PROBED_OPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
 
 
 def measure_link(
-    devices: Sequence[jax.Device], *, declared: float | None = None, burst: int = 0, progress: Callable[[str], None]
+    ends: Sequence[Sequence[jax.Device]],
+    *,
+    declared: float | None = None,
+    burst: int = 0,
+    progress: Callable[[str], None],
 ) -> MeasuredLink:
-    """The link between these devices. All processes of a job must call it.
+    """The link between these ends, as one device of an end has it while all of them send. All processes of a job must
+    call it, and have a device in it.
 
+    ends: such as hosts, each with as many devices.
     declared: its rate in bytes a second, where it is known. burst: bytes that the link takes at once before its rate
     holds; the messages of an op have 8 times as many.
 
     Raises `UserError` for a rate above the declared one: what was measured is no link.
     """
-    n, mesh = len(devices), Mesh(np.array(devices), ("ends",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array([*map(list, ends)]), ("ends", "abreast"), axis_types=(AxisType.Auto,) * 2)
+    n, abreast = mesh.devices.shape
     lengths = {(op, _SMALL): _CHAIN for op in PROBED_OPS}
     for op in PROBED_OPS:
         size, times = _long_enough(op, mesh, burst)
         lengths[op, size] = times
-        progress(f"link of {n} devices: {op}, {times} messages of {4 * size:,} bytes")
+        progress(f"link of {n} x {abreast} devices: {op}, {times} messages of {4 * size:,} bytes")
     timed = by_turns({(op, size): _program(op, size, mesh, times=times) for (op, size), times in lengths.items()})
     each = {key: whole._replace(median=whole.median / lengths[key]) for key, whole in timed.items()}
-    return fitted(each, n, declared=declared)
+    return fitted(each, n, declared=declared, abreast=abreast)
 
 
-def fitted(timed: dict[tuple[str, int], Timed], n: int, *, declared: float | None = None) -> MeasuredLink:
+def fitted(
+    timed: dict[tuple[str, int], Timed], n: int, *, declared: float | None = None, abreast: int = 1
+) -> MeasuredLink:
     """The link from the seconds of collectives among n devices, {(op, elements): seconds}: medians over the ops, as a
     line through two points of one op follows its noise. Of what long messages take, no latency is taken off: that of
     short ones is mostly a processor's, which works while long ones are on their way.
 
-    Raises `UserError` for a rate above the declared one.
+    abreast: how many devices of an end share it. Raises `UserError` for a rate above the declared one.
     """
     small = {op: each.median for (op, size), each in timed.items() if size == _SMALL}
     latency = statistics.median(each / rounds(op, n) for op, each in small.items())
     long = {(op, size): each for (op, size), each in timed.items() if size != _SMALL}
     rate = statistics.median(wire_bytes(op, 4 * size, n) / each.median for (op, size), each in long.items())
-    if declared is not None and rate > _ABOVE * declared:
+    if declared is not None and rate * abreast > _ABOVE * declared:
         raise UserError(
-            f"calibrate: {rate / 1e6:.4g} MB/s was measured on a link of {declared / 1e6:.4g} MB/s: messages went into"
-            " a buffer or a burst; give --burst BYTES of the link, or another --link"
+            f"calibrate: {rate * abreast / 1e6:.4g} MB/s was measured on a link of {declared / 1e6:.4g} MB/s: messages"
+            " went into a buffer or a burst; give --burst BYTES of the link, or another --link"
         )
     spread = statistics.median(each.spread for each in long.values())
     return MeasuredLink(latency, rate, spread)
@@ -91,10 +100,11 @@ def _long_enough(op: str, mesh: Mesh, burst: int) -> tuple[int, int]:
 
 def _program(op: str, size: int, mesh: Mesh, *, times: int = 1) -> Callable[[], Any]:
     """A collective of `size` elements a device; `times` of them, each of what the one before gave."""
-    n = mesh.size
+    n, spec = mesh.shape["ends"], P(("ends", "abreast"))
     size = -(-size // n) * n
-    sharding = NamedSharding(mesh, P("ends"))
-    x = jax.make_array_from_callback((n * size,), sharding, lambda index: np.ones((size,), np.float32))
+    x = jax.make_array_from_callback(
+        (mesh.size * size,), NamedSharding(mesh, spec), lambda index: np.ones((size,), np.float32)
+    )
 
     def again(found: jax.Array) -> jax.Array:
         """The result in the shape of the operand."""
@@ -107,5 +117,5 @@ def _program(op: str, size: int, mesh: Mesh, *, times: int = 1) -> Callable[[], 
             x = again(PROBED_OPS[op](x, n))
         return x[:1]
 
-    run = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=P("ends"), out_specs=P("ends")))
+    run = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=spec, out_specs=spec))
     return lambda: run(x)

@@ -2,13 +2,14 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import jax
 
 from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts, host_of
 from jaxdist.plan.calibration.blocks import LocalShape, can_narrow, measure_blocks
 from jaxdist.plan.calibration.file import REMATS, Calibration, calibrated_subject
@@ -39,15 +40,13 @@ def calibrate(
     """
     began, load = time.time(), os.getloadavg()[0]
     devices, hosts = jax.devices(), count_hosts()
+    of_hosts = devices_by_host(devices)
     compute, optimizer = measure_blocks(config, shapes_of(config, len(devices)), progress=progress)
-    first = {host_of(device): device for device in reversed(devices)}
     between = inside = None
     if hosts > 1:
-        ends = [first[host] for host in sorted(first)]
-        between = measure_link(ends, declared=declared, burst=burst, progress=progress)
-    here = [each for each in devices if host_of(each) == host_of(devices[0])]
-    if len(here) > 1 and hosts == 1:
-        inside = measure_link(here, progress=progress)
+        between = measure_link(of_hosts, declared=declared, burst=burst, progress=progress)
+    elif len(devices) > 1:
+        inside = measure_link([[each] for each in devices], progress=progress)
     conditions: dict[str, Any] = {
         "measured": dict(measured),
         "versions": versions_now(),
@@ -66,6 +65,16 @@ def calibrate(
         declared,
         conditions,
     )
+
+
+def devices_by_host(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each host. Raises `UserError` unless they are as many everywhere."""
+    found: dict[int, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda device: (host_of(device), device.process_index, device.id)):
+        found.setdefault(host_of(device), []).append(device)
+    if len(counts := {len(each) for each in found.values()}) > 1:
+        raise UserError(f"calibrate: hosts have from {min(counts)} to {max(counts)} devices; start it on equal hosts")
+    return list(found.values())
 
 
 def versions_now() -> dict[str, str]:

@@ -88,9 +88,11 @@ def search(
     )
     for number, family in enumerate(families, start=1):
         considered += len(family)
-        enough, fewest = None, math.inf  # of members that fit: what the last one keeps, the fewest microbatches
+        fewest: dict[object, float] = {}  # {whether state is offloaded: microbatches of the members that fit}
+        enough = None  # what the last one of them keeps
         for layout in family:
-            if layout.values["parallel.microbatches"] >= fewest and (_in_turn(layout) or _kept(layout) != enough):
+            offloads, count = layout.values["memory.offload.optimizer"], layout.values["parallel.microbatches"]
+            if count >= fewest.get(offloads, math.inf) and (_in_turn(layout) or _kept(layout) != enough):
                 continue
             found = checked(config, layout, gpu=cluster.gpu)
             if isinstance(found, str):
@@ -103,11 +105,11 @@ def search(
                 continue
             fits = candidate.peak <= cluster.memory
             (fitting if fits else tight).append(candidate)
-            # What keeps less than a member that fits takes more time, where time follows FLOPs and bytes, unless it
-            # needs fewer microbatches, for which less is gathered. More microbatches take more time; but those of a
-            # pipeline also make its bubble shorter.
+            # What keeps fewer activations than a member that fits takes more time, where time follows FLOPs and bytes,
+            # unless it needs fewer microbatches, for which less is gathered. More microbatches take more time; but
+            # those of a pipeline also make its bubble shorter. With state in host memory more may be kept.
             if fits and cluster.measured is None:
-                enough, fewest = _kept(layout), min(fewest, layout.values["parallel.microbatches"])
+                enough, fewest[offloads] = _kept(layout), min(fewest.get(offloads, math.inf), count)
         if number % 20 == 0:
             progress(f"{considered:,} layouts, {len(fitting):,} fit so far, {time.perf_counter() - began:.0f} s")
     if nearest is None:

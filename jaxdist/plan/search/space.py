@@ -90,9 +90,8 @@ def axis_splits(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
 def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Layout]]:
     """The candidates of a configuration on that many devices, not checked: in families that differ in what they keep.
 
-    A family has the same mesh, strategy and schedule. Its members take ever less memory and, where operations take the
-    time of their FLOPs and bytes, ever more time: more microbatches, more that is computed again, the optimizer's state
-    in host memory.
+    A family has the same mesh, strategy and schedule. Its members differ in the optimizer's state in host memory, in
+    what is computed again, and in microbatches: in this order, each takes less memory the further it goes.
 
     Left out is what another candidate beats in every figure: tensor parallelism between hosts; gpipe, which keeps more
     than 1F1B; zero strategies without shards; `context` above what a batch with fewer sequences than devices needs,

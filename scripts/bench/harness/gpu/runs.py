@@ -36,7 +36,8 @@ LLAMA = (
     "model.vocab=32000",
     "model.tied=false",
 )
-TOY = ("model.layers=2", "model.width=64", "model.heads=2", "model.vocab=512", "data.seq_len=32", "data.global_batch=4")
+TOY = ("model.layers=2", "model.width=64", "model.heads=2", "model.vocab=512", "data.seq_len=32", "data.global_batch=4",
+       "devices.platform=auto")  # fmt: skip
 TOY_LLAMA = ("model.style=llama", "model.kv_heads=1", "model.mlp_width=128")
 
 
