@@ -65,7 +65,8 @@ def mesh_of(sizes: dict[str, int]) -> Any:
 
 def trained(moe: MoEConfig, sizes: dict[str, int], tx: Any = None, **given: Any) -> Any:
     """(metrics of three steps, parameters after them)."""
-    model, tx, mesh = model_of(moe, lora=given.pop("lora", None)), tx or optax.adamw(1e-2), mesh_of(sizes)
+    model = model_of(moe, lora=given.pop("lora", None), fp8=given.get("precision") == "fp8")
+    tx, mesh = tx or optax.adamw(1e-2), mesh_of(sizes)
     layout = {key: given[key] for key in ("strategy", "freeze") if key in given}
     target = state_target(model, tx, mesh, **layout)
     inner = only_trained(tx, given.get("freeze", ()), model.update_rules)
@@ -144,6 +145,17 @@ def test_half_precision_chooses_as_fp32_does(moe: str, policy: str) -> None:
     for a, b in zip(got, want, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
         assert np.abs(a["experts/load"] - b["experts/load"]).max() < 0.1
+
+
+@pytest.mark.slow
+def test_fp8_chooses_as_bf16_does_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and shared experts multiply in float8; the router does in fp32, and its choice hardly moves."""
+    monkeypatch.setattr("jaxdist.precision.policy.has_float8", lambda device: True)  # XLA widens the operands here
+    want = trained(DROPLESS, {}, precision="bf16")[0]
+    for sizes, given in (({}, {}), ({"expert": 2}, {}), ({"fsdp": 2, "tensor": 2}, {"strategy": "zero3"})):
+        for a, b in zip(trained(DROPLESS, sizes, precision="fp8", **given)[0], want, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=0.02) and a["loss"] != b["loss"]
+            assert np.abs(a["experts/load"] - b["experts/load"]).max() < 0.2
 
 
 def test_a_router_in_half_precision_is_refused() -> None:
