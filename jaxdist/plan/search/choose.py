@@ -88,11 +88,10 @@ def search(
     )
     for number, family in enumerate(families, start=1):
         considered += len(family)
-        fewest: dict[object, float] = {}  # {whether state is offloaded: microbatches of the members that fit}
-        enough = None  # what the last one of them keeps
+        seen, fit = dict[object, int](), list[tuple[int, int, int]]()  # modes of remat in their order; members that fit
         for layout in family:
-            offloads, count = layout.values["memory.offload.optimizer"], layout.values["parallel.microbatches"]
-            if count >= fewest.get(offloads, math.inf) and (_in_turn(layout) or _kept(layout) != enough):
+            own = _savings(layout, seen)
+            if any(_slower(own, other, in_turn=_in_turn(layout)) for other in fit):
                 continue
             found = checked(config, layout, gpu=cluster.gpu)
             if isinstance(found, str):
@@ -105,11 +104,8 @@ def search(
                 continue
             fits = candidate.peak <= cluster.memory
             (fitting if fits else tight).append(candidate)
-            # What keeps fewer activations than a member that fits takes more time, where time follows FLOPs and bytes,
-            # unless it needs fewer microbatches, for which less is gathered. More microbatches take more time; but
-            # those of a pipeline also make its bubble shorter. With state in host memory more may be kept.
-            if fits and cluster.measured is None:
-                enough, fewest[offloads] = _kept(layout), min(fewest.get(offloads, math.inf), count)
+            if fits and cluster.measured is None:  # where time follows FLOPs and bytes
+                fit.append(own)
         if number % 20 == 0:
             progress(f"{considered:,} layouts, {len(fitting):,} fit so far, {time.perf_counter() - began:.0f} s")
     if nearest is None:
@@ -161,8 +157,18 @@ def unplannable(config: Config, known: Known) -> str | None:
     return None
 
 
-def _kept(layout: Layout) -> tuple[object, object]:
-    return layout.values["memory.offload.optimizer"], layout.values["memory.remat"]
+def _savings(layout: Layout, seen: dict[object, int]) -> tuple[int, int, int]:
+    """What a member of a family does to save memory: (offloads, the number of its mode of remat, microbatches)."""
+    values = layout.values
+    mode = seen.setdefault(values["memory.remat"], len(seen))
+    return int(values["memory.offload.optimizer"]), mode, values["parallel.microbatches"]
+
+
+def _slower(own: tuple[int, int, int], other: tuple[int, int, int], *, in_turn: bool) -> bool:
+    """Whether a member takes more time than another one that fits: it saves as much or more in each way. But more
+    microbatches of a pipeline (in_turn false) also make its bubble shorter. Fewer gather less, though more is computed
+    again: neither is slower then."""
+    return all(b <= a for a, b in zip(own, other, strict=True)) and (in_turn or own[:2] != other[:2])
 
 
 def _in_turn(layout: Layout) -> bool:
