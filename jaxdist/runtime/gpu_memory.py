@@ -6,14 +6,14 @@ from collections.abc import MutableMapping
 from jaxdist.errors import UserError
 
 VARIABLE = "XLA_CLIENT_MEM_FRACTION"
-NAMES = (VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second one is older; jax refuses both together
+VARIABLES = (VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second one is older; jax refuses both together
 # JAX by itself takes 0.75 (jax, docs/gpu_memory_allocation.rst). The rest is for CUDA, NCCL and cuBLAS; an assumption.
 SHARE = 0.9
 
 
 def memory_share() -> float:
     """The share that a run started in this environment takes. Raises `UserError` for what is no share."""
-    for name in NAMES:
+    for name in VARIABLES:
         if given := os.environ.get(name):  # an empty one is unset for jax
             try:
                 share = float(given)
@@ -27,5 +27,5 @@ def memory_share() -> float:
 
 def take_memory(environ: MutableMapping[str, str]) -> None:
     """Let JAX take `SHARE` of each GPU, unless the environment gives another. Before JAX starts its devices."""
-    if not any(environ.get(name) for name in NAMES):
+    if not any(environ.get(name) for name in VARIABLES):
         environ[VARIABLE] = str(SHARE)
