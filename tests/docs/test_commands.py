@@ -163,13 +163,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_page(folder: Path) -> Callable[[str], None]:
-    """Run the commands of a page, after those of the page whose files they use; once, if they succeed."""
+def run_page(folder: Path) -> Callable[[str], list[int]]:
+    """Run the commands of a page, after those of the page whose files they use; once, if they succeed. Gives their exit
+    statuses."""
     environment = child.environment() | child.QUICK
     environment["PATH"] = os.pathsep.join([str(folder / "bin"), environment["PATH"]])
 
     @functools.cache
-    def run(page: str) -> None:
+    def run(page: str) -> list[int]:
+        statuses = []
         if page in AFTER:
             run(AFTER[page])
         for start, more in RUN[page]:
@@ -183,6 +185,8 @@ def run_page(folder: Path) -> Callable[[str], None]:
             )
             assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}"
             assert "Traceback" not in ran.stderr
+            statuses.append(ran.returncode)
+        return statuses
 
     return run
 
@@ -190,5 +194,5 @@ def run_page(folder: Path) -> Callable[[str], None]:
 @pytest.mark.slow
 @pytest.mark.xdist_group("commands of pages")
 @pytest.mark.parametrize("page", RUN)
-def test_the_commands_of_a_page_run(page: str, run_page: Callable[[str], None]) -> None:
-    run_page(page)
+def test_the_commands_of_a_page_run(page: str, run_page: Callable[[str], list[int]]) -> None:
+    assert run_page(page) == [0] * len(RUN[page])

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import child
 import pytest
+from script_modules import load_module
 
 COURSE = child.ROOT / "docs" / "course"
 PICTURES = child.ROOT / "docs" / "pictures" / "course"
@@ -43,11 +44,7 @@ def parts(text: str) -> tuple[list[str], list[float]]:
 @functools.cache
 def module(name: str) -> ModuleType:
     """A file of the course as a module."""
-    spec = importlib.util.spec_from_file_location(name, COURSE / f"{name}.py")
-    assert spec and spec.loader
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return load_module(COURSE / f"{name}.py")
 
 
 def lesson(number: int) -> Path:

@@ -1,12 +1,11 @@
 """The textbook's table of choices, asked of the planner: what holds on the hardware that each case names."""
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_modules import load_module
 
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.search.choose import Search
@@ -19,11 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("plan_cases", BENCH)
-    assert spec is not None and spec.loader is not None
-    sys.modules["plan_cases"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(BENCH)
 
 
 def kinds(bench: Any, name: str) -> tuple[dict[str, float], Search]:

@@ -1,6 +1,5 @@
 """scripts/bench/collectives.py: figures on simulated devices, bytes counted on virtual hosts, wrong options."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 
 import child
 import pytest
+from script_modules import load_module
 
 from jaxdist import collectives
 from jaxdist.lab.network import unavailable
@@ -76,11 +76,7 @@ def test_sizes_are_made_divisible(tmp_path: Path) -> None:
 )
 def test_wrong_options(arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, before any device or host is started."""
-    spec = importlib.util.spec_from_file_location("bench_collectives", ROOT / "scripts" / "bench" / "collectives.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.main(list(arguments)) == 2
+    assert load_module(ROOT / "scripts" / "bench" / "collectives.py").main(list(arguments)) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert printed.err.startswith("error: ") and error in printed.err

@@ -1,13 +1,12 @@
 """Mistakes on the command lines of all scripts: one line on standard error with the argument, what is allowed, and
 --help; status 2."""
 
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from script_modules import load_module
 
 ROOT = Path(__file__).parents[2]
 PARSERS = ("CommandParser", "ArgumentParser", "jaxdist.cli", "run_launcher", "run_lab")
@@ -18,18 +17,10 @@ SCRIPTS = [
 ]
 
 
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def status_of(path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit status of a script, in this process."""
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-    module = loaded(path)
+    module = load_module(path)
     main = next(getattr(module, name) for name in ("main", "run_launcher", "run_lab") if name in vars(module))
     try:
         parameters = inspect.signature(main).parameters
@@ -83,7 +74,7 @@ def test_local_sgd_is_measured_from_any_folder_with_settings_in_any_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    script = loaded(ROOT / "scripts" / "bench" / "local_sgd.py")
+    script = load_module(ROOT / "scripts" / "bench" / "local_sgd.py")
     runs: list[list[str]] = []
     monkeypatch.setattr(script, "train", lambda overrides: runs.append(overrides) or {"eval/loss": 1.0})
     words = [

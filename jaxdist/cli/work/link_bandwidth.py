@@ -49,9 +49,9 @@ def bandwidths(devices: Sequence[jax.Device], *, mib: float, repetitions: int = 
     mesh = Mesh(np.array(devices), ("ends",))
     sharding = NamedSharding(mesh, P("ends"))
     x = jax.make_array_from_callback((n, count), sharding, lambda index: np.ones((1, count), np.float32))
-    seconds, send = np.full((n, n), np.inf), _one_program(mesh, list(pairs(n)))
-    everywhere = NamedSharding(mesh, P())
-    for i, pair in enumerate(pairs(n)):
+    every, everywhere = list(pairs(n)), NamedSharding(mesh, P())
+    seconds, send = np.full((n, n), np.inf), _one_program(mesh, every)
+    for i, pair in enumerate(every):
         which = jax.device_put(np.int32(i), everywhere)
         jax.block_until_ready(send(x, which))  # compiles, the first time, and connects
         for _ in range(repetitions):

@@ -1,5 +1,6 @@
 """The calibration of a configuration on the devices of this job."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,12 +70,10 @@ def calibrate(
 
 def devices_by_host(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each host. Raises `UserError` unless they are as many everywhere."""
-    found: dict[int, list[jax.Device]] = {}
-    for device in sorted(devices, key=lambda device: (host_of(device), device.process_index, device.id)):
-        found.setdefault(host_of(device), []).append(device)
-    if len(counts := {len(each) for each in found.values()}) > 1:
+    found = [list(own) for _, own in itertools.groupby(sorted(devices, key=host_of), key=host_of)]
+    if len(counts := {len(own) for own in found}) > 1:
         raise UserError(f"calibrate: hosts have from {min(counts)} to {max(counts)} devices; start it on equal hosts")
-    return list(found.values())
+    return found
 
 
 def versions_now() -> dict[str, str]:

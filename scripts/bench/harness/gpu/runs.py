@@ -36,8 +36,15 @@ LLAMA = (
     "model.vocab=32000",
     "model.tied=false",
 )
-TOY = ("model.layers=2", "model.width=64", "model.heads=2", "model.vocab=512", "data.seq_len=32", "data.global_batch=4",
-       "devices.platform=auto")  # fmt: skip
+TOY = (
+    "model.layers=2",
+    "model.width=64",
+    "model.heads=2",
+    "model.vocab=512",
+    "data.seq_len=32",
+    "data.global_batch=4",
+    "devices={platform: auto, simulated: 1}",
+)
 TOY_LLAMA = ("model.style=llama", "model.kv_heads=1", "model.mlp_width=128")
 
 
@@ -127,7 +134,7 @@ def _bench(settings: Sequence[str], *, tiny: bool) -> Any:
         folder = Path(text)
         _tokens(folder)
         out = folder / "out.json"
-        toy = (*TOY, "devices.simulated=1", *(TOY_LLAMA if "model.style=llama" in settings else ())) if tiny else ()
+        toy = (*TOY, *(TOY_LLAMA if "model.style=llama" in settings else ())) if tiny else ()
         words = ("bench", CONFIG, *ONE_GPU, *settings, *toy, f"data.path={folder}", "--steps", "3" if tiny else "15")
         done = _command(*words, "--json", str(out))
         return json.loads(out.read_text(encoding="utf-8")) if out.exists() else done
@@ -190,7 +197,7 @@ def profile(tiny: bool) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             _tokens(folder)
-            toy = (*TOY, "devices.simulated=1") if tiny else ()
+            toy = TOY if tiny else ()
             settings = [*ONE_GPU, *toy, "memory.remat=dots", *more, f"data.path={folder}"]
             config = start(load_config(find_config(CONFIG), settings))
             mesh = make_mesh(devices=jax.devices()[:1])
