@@ -127,8 +127,9 @@ def on_cpu(mesh: AnyMesh) -> bool:
 def host_of(device: jax.Device) -> int:
     """The number of a device's host. Of GPUs, JAX finds it by boot ids (`slice_index`), or is given one for a rack that
     NVLink joins (`jax.distributed.initialize(partition_index=)`). Of CPUs, each process is taken for a host."""
-    # The devices of one process are all here; or only described to the compiler, all as one slice.
-    return device.process_index if jax.process_count() == 1 else getattr(device, "slice_index", device.process_index)
+    # JAX gives 0 to CPUs of all hosts, and to devices that are only described to the compiler.
+    by_process = device.platform == "cpu" or jax.process_count() == 1
+    return device.process_index if by_process else getattr(device, "slice_index", device.process_index)
 
 
 def count_hosts(mesh: AnyMesh | None = None) -> int:

@@ -18,7 +18,6 @@ from jaxdist.config.entries import ScheduleFacts
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
 from jaxdist.model import ModelDef, model_figures, rules_of
 from jaxdist.optim import leave_out, norm_without, only_trained
-from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches, with_seed
@@ -29,7 +28,7 @@ from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
 from jaxdist.specs import STACKED, PyTree, batch_spec
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
-from jaxdist.train_step import Metrics, TrainStep
+from jaxdist.train_step import Metrics, TrainStep, jit_step
 
 
 def make_gradients(
@@ -141,9 +140,6 @@ def make_train_step(
         names = ("loss", "weight", "grad_norm", "own", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, NamedSharding(mesh, P()))
         outputs |= {"grads": leave_out(layout.params, options.freeze)} if options.return_grads else {}
-        flags = compiler_options(state.params, options, mesh)
-        return jax.jit(
-            step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, outputs), compiler_options=flags
-        )
+        return jit_step(step, state, (layout, outputs), mesh, options)
 
     return TrainStep(build, mesh, options)

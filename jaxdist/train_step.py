@@ -119,3 +119,14 @@ class TrainStep:
 def _layout_of(state: TrainState) -> tuple[Any, list[Any]]:
     leaves, structure = jax.tree.flatten(state)
     return structure, [getattr(leaf, "sharding", None) for leaf in leaves]
+
+
+def jit_step(step: Callable[..., Any], state: TrainState, results: Any, mesh: AnyMesh, options: StepOptions) -> Any:
+    """`jax.jit` of (state, batch) -> (state, metrics), which donates the state. results: the shardings of both."""
+    flags = None
+    if not on_cpu(mesh):
+        from jaxdist.parallel.blocks.compiler_options import compiler_options
+
+        flags = compiler_options(state.params, options, mesh)
+    shardings = {"in_shardings": (results[0], None), "out_shardings": results}
+    return jax.jit(step, donate_argnums=0, **shardings, compiler_options=flags)

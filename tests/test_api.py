@@ -132,7 +132,7 @@ def test_a_collective_in_a_custom_backward_is_found() -> None:
 
 
 def test_a_mesh_that_leaves_a_process_out() -> None:
-    devices = [type("Device", (), {"process_index": i // 4, "id": i})() for i in range(8)]
+    devices = [type("Device", (), {"process_index": i // 4, "id": i, "platform": "cpu"})() for i in range(8)]
     with pytest.raises(UserError, match="4 devices leave process 1 without one"):
         make_mesh(data=4, devices=devices)
 

@@ -59,12 +59,11 @@ def test_meshes_that_cannot_be_are_named(sizes: dict[str, int], message: str) ->
 
 
 class Device:
-    """What a mesh reads of a device. host: `slice_index`, as JAX numbers the hosts of GPUs; CPUs have none."""
+    """What a mesh reads of a device. host: `slice_index`, as JAX numbers the hosts of GPUs; None: a CPU, always 0."""
 
     def __init__(self, rank: int, number: int, host: int | None) -> None:
         self.process_index, self.id, self.platform = rank, number, "cpu" if host is None else "gpu"
-        if host is not None:
-            self.slice_index = host
+        self.slice_index = host or 0
 
 
 def devices_of(processes: int, each: int, host: Callable[[int], int | None]) -> list[Device]:

@@ -80,10 +80,10 @@ def _add_compiling(parser: CommandParser) -> None:
     add = group.add_argument
     add("--compile", action="store_true", help="compile the step as it is configured")
     add("--network", type=float, metavar="GB/S", help="assumed of a GPU; default: by the GPU, see docs")
-    add("--latency", type=float, default=0.0, metavar="US", help="assumed of a collective")
+    add("--latency", type=float, metavar="US", help="assumed of a collective; default: 0, and 12 in realistic rates")
     add("--target-config", type=Path, metavar="FILE", help="XLA's description of the GPU")
     add("--by-compiler", action="store_true", help="compare: a plain step, XLA partitions it at O1")
-    add("--rows", type=int, default=12, help="collectives printed of each loop; 0: all")
+    add("--rows", type=int, default=12, help="collectives of each loop, and source lines, that are printed; 0: all")
     add("--hlo", type=Path, metavar="FILE", help="the compiled program, as scheduled")
 
 

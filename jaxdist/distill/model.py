@@ -112,9 +112,8 @@ def _loss(
 
 @functools.cache  # one function for each mixture: JAX compiles no second one for the same
 def _of_chunk(temperature: float, mixing: float) -> Any:
-    def of_chunk(h_1CD: jax.Array, projection: Any, rows: Any, table: tuple[jax.Array, ...]) -> jax.Array:
+    def of_chunk(logits_1CV: jax.Array, rows: Any, table: tuple[jax.Array, ...]) -> jax.Array:
         targets_1C, weights_1C, said = rows
-        logits_1CV = vocab_logits(h_1CD, *projection)
         teacher = vocab_logits(*said, *table) if table else said
         soft = lambda: divergence(logits_1CV, teacher, temperature)  # noqa: E731
         return (mixed(vocab_cross_entropy(logits_1CV, targets_1C), soft, temperature, mixing) * weights_1C).sum()

@@ -21,7 +21,6 @@ from jaxdist.local_sgd.state import REPLICAS, LocalState, apart, within
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.model import ModelDef, model_figures
 from jaxdist.optim import leave_out, norm_without, only_trained
-from jaxdist.parallel.blocks.prefetch_flags import compiler_options
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide
 from jaxdist.parallel.microbatch import check_batch_shape, sample_keys, split_microbatches, with_seed
@@ -31,7 +30,7 @@ from jaxdist.parallel.schedule import loss_seed
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of
 from jaxdist.specs import STACKED, PyTree, batch_spec, without_idle
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
-from jaxdist.train_step import Metrics
+from jaxdist.train_step import Metrics, jit_step
 
 # The axes over which one replica's loss and weight are summed.
 SUMMED_OVER = tuple(axis for axis in BATCH_LIKE if axis != REPLICAS)
@@ -148,9 +147,6 @@ def make_inner_step(
         layout, split = shardings_of(state), NamedSharding(mesh, without_idle(P(REPLICAS), mesh))
         names = ("loss", "weight", "grad_norm", "own", *guard_metrics(state.guard, policy.scale_rule))
         outputs = dict.fromkeys(names, split)
-        flags = compiler_options(state.params, options, mesh)
-        return jax.jit(
-            step, donate_argnums=0, in_shardings=(layout, None), out_shardings=(layout, outputs), compiler_options=flags
-        )
+        return jit_step(step, state, (layout, outputs), mesh, options)
 
     return build

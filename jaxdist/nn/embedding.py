@@ -3,6 +3,7 @@
 Legend: B batch, S sequence, D model width, V vocabulary, V_t this device's part of the vocabulary.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxdist.collectives import active_axes, pmax, psum, rank
+from jaxdist.collectives import active_axes, pmax, psum, rank, to_varying, varying_axes
 from jaxdist.nn.context.positions import own_context
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.nn.param import normal, zeros
@@ -143,6 +144,30 @@ def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Arr
     peak = pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
     total = psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
     local, here, elsewhere = _local_ids(targets_BS, logits_BSV.shape[-1], logits_BSV.dtype)
-    mine = jnp.take_along_axis(logits_BSV, local[..., None], axis=-1)[..., 0]
+    mine = _logit_of(
+        logits_BSV.shape[-1], *to_varying((logits_BSV, local), varying_axes(logits_BSV) | varying_axes(local))
+    )
     target = psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
     return jnp.log(total) + peak - target + elsewhere
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logit_of(vocab: int, logits_BSV: jax.Array, ids_BS: jax.Array) -> jax.Array:
+    """The logit of each token's id, [B, S]. vocab: the size of V here.
+
+    The gradient is a comparison with each id, which XLA fuses with that of the softmax. JAX's own would be a scatter,
+    for which a GPU writes and reads the gradient of all logits once more.
+    """
+    return jnp.take_along_axis(logits_BSV, ids_BS[..., None], axis=-1)[..., 0]
+
+
+def _logit_of_forward(vocab: int, logits_BSV: jax.Array, ids_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _logit_of(vocab, logits_BSV, ids_BS), ids_BS
+
+
+def _logit_of_backward(vocab: int, ids_BS: jax.Array, grad_BS: jax.Array) -> tuple[jax.Array, None]:
+    here = jnp.arange(vocab, dtype=ids_BS.dtype) == ids_BS[..., None]
+    return jnp.where(here, grad_BS[..., None], jnp.zeros((), grad_BS.dtype)), None
+
+
+_logit_of.defvjp(_logit_of_forward, _logit_of_backward)

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxdist.collectives import psum, to_varying, varying_axes
 from jaxdist.nn.matmul.collective import gather_product, product_scatter
@@ -27,7 +28,11 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y + bias, added in at least fp32 and returned in y's dtype."""
     # The gradient of a bias is a sum over all positions (and over `tensor`, if y is split over it): in fp32, too.
     wide = accumulation_dtype(y.dtype)
-    return (y.astype(wide) + to_varying(bias.astype(wide), varying_axes(y))).astype(y.dtype)
+    total = (y.astype(wide) + to_varying(bias.astype(wide), varying_axes(y))).astype(y.dtype)
+    # The gradient of a position is a sum over samples alone. For 32 of them or more XLA:GPU would put samples last in
+    # memory, to read them in a row, and so through all blocks, whose every product it would then transpose.
+    alone = bias.ndim == y.ndim - 1 > 0
+    return with_layout_constraint(total, Layout(tuple(range(total.ndim)))) if alone else total
 
 
 class MatmulOptions(TypedDict, total=False):

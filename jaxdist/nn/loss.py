@@ -30,7 +30,7 @@ from jaxdist.specs import PyTree
 WHOLE_BYTES = 256 * 2**20
 
 Projection = tuple[jax.Array, ...]  # (table [V, D],), or with the bias [V] of the logits
-OfChunk = Callable[[jax.Array, Projection, PyTree, PyTree], jax.Array]  # (h, projection, rows, fixed) -> a sum
+OfChunk = Callable[[jax.Array, PyTree, PyTree], jax.Array]  # (logits [1, C, V_t], rows, fixed) -> a sum
 
 
 def loss_chunk(h_BSD: Any, table_VD: Any, asked: int | None) -> int:
@@ -68,15 +68,15 @@ def chunked_cross_entropy(
     return sum_over_chunks(_cross_entropies, h_BSD, projection, (targets_BS, weights_BS), chunk=chunk)
 
 
-def _cross_entropies(h_1CD: jax.Array, projection: Projection, rows: PyTree, _: PyTree) -> jax.Array:
+def _cross_entropies(logits_1CV: jax.Array, rows: PyTree, _: PyTree) -> jax.Array:
     targets_1C, weights_1C = rows
-    return (vocab_cross_entropy(vocab_logits(h_1CD, *projection), targets_1C) * weights_1C).sum()
+    return (vocab_cross_entropy(logits_1CV, targets_1C) * weights_1C).sum()
 
 
 def sum_over_chunks(
     of_chunk: OfChunk, h_BSD: jax.Array, projection: Projection, rows: PyTree, fixed: PyTree = (), *, chunk: int
 ) -> jax.Array:
-    """The sum of of_chunk(h [1, C, D], projection, rows, fixed) over chunks of tokens.
+    """The sum of of_chunk(logits [1, C, V_t], rows, fixed) over chunks of tokens, with `vocab_logits`.
 
     The last chunk is padded with zeros: a token whose rows are zeros, its weight among them, must add nothing.
     Gradients of the projection are summed over chunks in at least fp32. No gradient flows to rows and fixed.
@@ -106,10 +106,12 @@ def _sum_of_chunks(of_chunk: OfChunk, h: jax.Array, projection: Projection, rows
     """The sum over chunks. h and rows have a leading dim of chunks."""
 
     def add(total: jax.Array, own: Any) -> tuple[jax.Array, None]:
-        h, rows = own
-        return total + of_chunk(h, projection, rows, fixed), None
+        return total + of_logits(*own), None
 
-    first = jax.eval_shape(of_chunk, h[0], projection, jax.tree.map(lambda leaf: leaf[0], rows), fixed)
+    def of_logits(h: jax.Array, rows: PyTree) -> jax.Array:
+        return of_chunk(vocab_logits(h, *projection), rows, fixed)
+
+    first = jax.eval_shape(of_logits, h[0], jax.tree.map(lambda leaf: leaf[0], rows))
     return lax.scan(add, zeros_varying_like(first), (h, rows))[0]
 
 
@@ -117,16 +119,24 @@ def _with_gradients(
     of_chunk: OfChunk, grad: jax.Array, h: jax.Array, projection: Projection, rows: PyTree, fixed: PyTree
 ) -> tuple[jax.Array, tuple[jax.Array, Projection]]:
     """(the sum, (gradient of h, gradient of the projection)). grad: the cotangent of the sum."""
+    table, *bias = projection
 
     def add(totals: Any, own: Any) -> tuple[Any, jax.Array]:
-        (total, sums), (h, rows) = totals, own
-        loss, pull = jax.vjp(lambda h, projection: of_chunk(h, projection, rows, fixed), h, projection)
-        dh, grads = pull(grad)
-        return (total + loss, jax.tree.map(lambda each, new: each + new.astype(each.dtype), sums, grads)), dh
+        (total, of_table, *of_bias), (h, rows) = totals, own
+        logits = vocab_logits(h, table, *bias)
+        loss, pull = jax.vjp(lambda logits: of_chunk(logits, rows, fixed), logits)
+        (wide,) = pull(grad)
+        narrow = wide.astype(h.dtype)  # as `einsum_fp32` multiplies
+        dh = jnp.einsum("BSV,VD->BSD", narrow, table, preferred_element_type=h.dtype)
+        summed = tuple(varying_axes(dh) - varying_axes(h))  # the table may be split over tensor
+        dh = lax.psum(dh, summed) if summed else dh
+        # In fp32, as it is added: XLA:GPU then adds it inside the product, and writes and reads nothing in between.
+        of_table += jnp.einsum("BSV,BSD->VD", narrow, h, preferred_element_type=of_table.dtype)
+        return (total + loss, of_table, *(each + wide.sum(axis=(0, 1)).astype(each.dtype) for each in of_bias)), dh
 
-    wide = tuple(zeros_varying_like(each, accumulation_dtype(each.dtype)) for each in projection)
-    (total, sums), dh = lax.scan(add, (zeros_varying_like(grad), wide), (h, rows))
-    return total, (dh, jax.tree.map(lambda each, like: each.astype(like.dtype), sums, projection))
+    zeros = (zeros_varying_like(each, accumulation_dtype(each.dtype)) for each in projection)
+    (total, *sums), dh = lax.scan(add, (zeros_varying_like(grad), *zeros), (h, rows))
+    return total, (dh, tuple(each.astype(like.dtype) for each, like in zip(sums, projection, strict=True)))
 
 
 def _forward(

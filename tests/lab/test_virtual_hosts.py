@@ -188,6 +188,7 @@ PSUM = """
 import os
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxdist.mesh import count_hosts
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import join_job
 jax.config.update("jax_platforms", "cpu")
@@ -196,16 +197,16 @@ mesh = jax.make_mesh((3,), ("data",))
 here = np.full((1, 250_000), 10.0 ** jax.process_index(), np.float32)
 x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), here)
 total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()))(x)
-print("sum", np.unique(total.addressable_data(0)).tolist())
+print("sum", np.unique(total.addressable_data(0)).tolist(), "hosts", count_hosts())
 """
 
 
 def test_psum_over_three_hosts(network: None) -> None:
-    """An all-reduce of 1 MB sends 2 (P - 1) / P = 4/3 MB from every host."""
+    """An all-reduce of 1 MB sends 2 (P - 1) / P = 4/3 MB from every host. jaxdist knows them to be three."""
     results = run_on_hosts(["timeout", "60", sys.executable, "-c", PSUM], hosts=3, rate="200mbit", environ=ENVIRON)
     assert exit_status(results) == 0, results
     for result in results:
-        assert result.stdout.splitlines()[-1] == "sum [111.0]"
+        assert result.stdout.splitlines()[-1] == "sum [111.0] hosts 3"
         assert 4 / 3 < result.tx_bytes / 1e6 < 1.6
 
 

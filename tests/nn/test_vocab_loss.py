@@ -76,6 +76,34 @@ def test_the_gradient_of_the_table_is_summed_in_fp32() -> None:
     assert oracle.error(got, want) < 0.01
 
 
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_no_gradient_is_scattered(chunk: int) -> None:
+    """A scatter into the gradient of all logits is a kernel of its own on GPUs."""
+    h, table = jnp.ones((2, 64, 32)), jnp.ones((512, 32))
+    text = str(jax.make_jaxpr(lambda: gradients(chunk, h, table, jnp.zeros((2, 64), jnp.int32), jnp.ones((2, 64))))())
+    assert "dot_general" in text and "scatter" not in text
+
+
+def test_the_gradient_of_a_bias_of_the_logits() -> None:
+    """In bf16 too it is that of whole logits, summed over chunks in fp32."""
+    rng = np.random.default_rng(2)
+    h, table = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 50, 16), (40, 16)))
+    bias = jnp.asarray(rng.normal(size=40), jnp.bfloat16)
+    targets, weights = jnp.asarray(rng.integers(0, 40, (2, 50)), jnp.int32), jnp.ones((2, 50))
+
+    def grads(chunk: int) -> Any:
+        def loss(h: jax.Array, table: jax.Array, bias: jax.Array) -> jax.Array:
+            if chunk:
+                return chunked_cross_entropy(h, table, targets, weights, chunk=chunk, bias_V=bias)
+            return (vocab_cross_entropy(vocab_logits(h, table, bias), targets) * weights).sum()
+
+        region = jax.shard_map(jax.grad(loss, argnums=(0, 1, 2)), mesh=make_mesh(), in_specs=(P(),) * 3, out_specs=P())
+        return jax.jit(region)(h, table, bias)
+
+    assert oracle.error(grads(7), grads(0)) < 1e-2
+    assert [leaf.dtype for leaf in grads(7)] == [jnp.bfloat16] * 3
+
+
 def test_no_product_is_computed_twice() -> None:
     """Three matrix products of the vocabulary's size where the loss is differentiated, one where it is not."""
     h, table = jax.ShapeDtypeStruct((2, 64, 32), jnp.float32), jax.ShapeDtypeStruct((512, 32), jnp.float32)

@@ -27,6 +27,7 @@ from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
+from jaxdist.parallel.blocks.compiler_options import AT_ONCE, BY_TWO, LATENCY_HIDING, NO_ZEROS, compiler_options
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, at
 from jaxdist.parallel.blocks.prefetch import (
     PrefetchedBlocks,
@@ -37,7 +38,6 @@ from jaxdist.parallel.blocks.prefetch import (
     split_first_fetch,
 )
 from jaxdist.parallel.blocks.prefetch_embed_head import HeadSlices, first_reads
-from jaxdist.parallel.blocks.prefetch_flags import AT_ONCE, BY_TWO, LATENCY_HIDING, compiler_options
 from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.precision.policy import POLICIES, Precision
@@ -325,7 +325,8 @@ def test_what_the_compiler_is_told(data: int, limit: int, monkeypatch: pytest.Mo
     shards = block * 4 // mesh.shape["fsdp"]
     assert shards < thresholds["reduce_scatter"] < 2 * shards
     assert thresholds["all_reduce"] == 0 if data == 1 else thresholds["all_reduce"] >= max(shards, 30 * 2**20)
-    assert compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync()), mesh) is None
+    assert compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync()), mesh) == {NO_ZEROS: True}
+    assert compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), make_mesh()) is None
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/tmp --{AT_ONCE}=1 --{LATENCY_HIDING}_not=1")
     less = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
     assert less == {name: value for name, value in told.items() if name != AT_ONCE}  # a flag wins

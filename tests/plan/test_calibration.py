@@ -133,7 +133,7 @@ def test_measured_here() -> None:
 
 def test_the_devices_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a process a GPU, ranks dealt out cyclically: every process has a device in the measurement of the link."""
-    every = [SimpleNamespace(process_index=rank, id=rank, slice_index=rank % 2) for rank in range(4)]
+    every = [SimpleNamespace(process_index=rank, id=rank, platform="gpu", slice_index=rank % 2) for rank in range(4)]
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     found = devices_by_host(every)  # type: ignore[arg-type]
     assert [[each.process_index for each in host] for host in found] == [[0, 2], [1, 3]]

@@ -2,6 +2,7 @@
 collective take 1 ms and every matrix product 0.6 ms."""
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from jaxdist.plan.compiled import replay as replays
 from jaxdist.plan.compiled.hlo import compiled_collectives
 from jaxdist.plan.compiled.instructions import InstructionCosts, group_size, nbytes, parse
 from jaxdist.plan.compiled.replay import Overlap, Rates, overlap
+from jaxdist.plan.compiled.sinks import sinks
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 SHARD, WHOLE = "f32[128,1024]{1,0}", "f32[1024,1024]{1,0}"
@@ -178,6 +180,8 @@ def test_rounds_that_are_alike_are_multiplied(inner: list[str], outer: list[str]
         assert getattr(quick, name) == pytest.approx(getattr(slow, name), abs=1e-12), name
     for mine, other in zip(quick.travels, slow.travels, strict=True):
         assert mine.calls == other.calls and mine[8:11] == pytest.approx(other[8:11])
+    assert [each.calls for each in quick.kernels] == [each.calls for each in slow.kernels]
+    assert sum(each.seconds for each in quick.kernels) == pytest.approx(quick.compute)
 
 
 @pytest.mark.parametrize("opcode", ["fusion", "fusion-start"])
@@ -225,3 +229,93 @@ ENTRY %main (q: bf16[2,128,4,64], a: bf16[32,64], b: bf16[64,16]) -> bf16[32,16]
     body, costs = computations[entry], InstructionCosts(computations)
     assert costs.flops(body["f"], body) == 2 * (2.0 * 2 * 4 * 128 * 128 * 64)
     assert costs.flops(body["g"], body) == 2.0 * 32 * 64 * 16
+
+
+def test_of_a_slice_of_a_slice_the_smaller_is_read() -> None:
+    """A block's queries, keys and values in a stack of all blocks', of which a kernel reads the values."""
+    text = """HloModule test, is_scheduled=true
+
+%fused (a: f32[24,8,3,64], i: s32[]) -> f32[8,64] {
+  %a = f32[24,8,3,64]{3,2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[1,8,3,64]{3,2,1,0} dynamic-slice(%a, %i, %i, %i, %i), dynamic_slice_sizes={1,8,3,64}
+  %one = f32[8,3,64]{2,1,0} bitcast(%row)
+  %values = f32[8,1,64]{2,1,0} slice(%one), slice={[0:8], [2:3], [0:64]}
+  ROOT %out = f32[8,64]{1,0} bitcast(%values)
+}
+
+ENTRY %main (a: f32[24,8,3,64], i: s32[]) -> f32[8,64] {
+  %a = f32[24,8,3,64]{3,2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %f = f32[8,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%fused
+}
+"""
+    computations, entry = parse(text)
+    moved = 2 * 8 * 64 * 4 + 4  # the values in and out, and the index
+    assert InstructionCosts(computations).bytes(computations[entry]["f"], computations[entry]) == moved
+
+
+def test_memory_that_is_only_set_aside_takes_no_time() -> None:
+    aside = f'%e = {WHOLE} custom-call(), custom_call_target="AllocateBuffer"'
+    found = overlap(HEAD + computation("main", aside, dot("m"), entry=True), Rates(RATES.flops, 1.0, 1.0))
+    assert [each.kind for each in found.kernels] == ["product"]
+
+
+def test_rates_of_attention_and_of_small_kernels() -> None:
+    """Attention with heads of 64 has a rate of its own; with heads of 128 twice that, at most that of products."""
+    line = (
+        "%a = (bf16[2,8,64,{0}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="
+        '"__cudnn$fmhaSoftmax"'
+    )
+
+    def seconds(head: int, rates: Rates) -> float:
+        q = f"%q = bf16[2,64,8,{head}]{{3,2,1,0}} parameter(1)"
+        found = overlap(HEAD + computation("main", q, line.format(head), entry=True), rates)
+        assert [each.kind for each in found.kernels] == ["attention"]
+        return found.compute
+
+    of_64 = 4 * 2 * 64 * 8 * 64 * 64
+    rates = Rates(flops=1.5, memory=math.inf, network=1.0, attention=1.0)
+    assert seconds(64, rates) == of_64
+    assert seconds(128, rates) == pytest.approx(2 * of_64 / 1.5)
+    assert seconds(64, rates._replace(attention=None)) == pytest.approx(of_64 / 1.5)
+    assert seconds(64, rates._replace(least=1e9)) == 1e9
+
+
+TABLES = """HloModule test, is_scheduled=true
+
+FileNames
+1 "/somewhere/lib/python3.12/site-packages/optax/clip.py"
+2 "{here}/jaxdist/nn/mlp.py"
+
+FunctionNames
+1 "clip"
+2 "gelu"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=9}}
+2 {{file_name_id=2 function_name_id=2 line=19 end_line=20 column=1 end_column=9}}
+
+StackFrames
+1 {{file_location_id=2 parent_frame_id=1}}
+2 {{file_location_id=1 parent_frame_id=1}}
+
+"""
+
+
+def test_sinks_are_summed_by_source_line_and_phase() -> None:
+    def product(name: str, scopes: str, frame: int) -> str:
+        return f'{dot(name)}, metadata={{op_name="{scopes}" stack_frame_id={frame}}}'
+
+    body = computation("body", product("m", "jit(step)/jvp(blocks)/mlp/mul", 1), product("n", "jit(step)/x", 2))
+    last = product("o", "jit(step)/transpose(jvp(blocks))/mlp/mul", 1)
+    text = TABLES.format(here=Path(__file__).parents[2]) + body
+    text += computation("main", loop("l", "body", 4), last, dot("p"), entry=True)
+    found = sinks(overlap(text, RATES).kernels, text)
+    assert sorted([(each.line, each.phase, each.calls) for each in found], key=lambda each: -each[2]) == [
+        ("jaxdist/nn/mlp.py:19", "forward", 4),
+        ("optax/clip.py:7", "once a step", 4),
+        ("", "once a step", 1),
+        ("jaxdist/nn/mlp.py:19", "backward", 1),
+    ]
+    assert sum(each.seconds for each in found) == pytest.approx(10 * 0.6e-3)

@@ -24,8 +24,10 @@ def run_plan(
     given = arguments.target_config
     text = given.read_text() if given else ahead_of_time.target_config(gpu, library)
     mesh = ahead_of_time.mesh_of(config, text, hosts=arguments.hosts, gpus_per_host=arguments.gpus_per_host)
-    rates = compiled_text.with_network(gpu.rates, arguments.network, arguments.latency)
-    planned = compile_step(config, gpu, mesh, rates)
+    ideal, realistic = (
+        compiled_text.with_network(rates, arguments.network, arguments.latency) for rates in (gpu.rates, gpu.realistic)
+    )
+    planned = compile_step(config, gpu, mesh, (ideal, realistic))
     print(compiled_text.plan_text(planned, rows=arguments.rows, network=arguments.network))
     if arguments.hlo is not None:
         arguments.hlo.write_text(planned.text)

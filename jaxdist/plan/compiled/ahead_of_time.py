@@ -46,6 +46,7 @@ class Planned(NamedTuple):
     parameters: how many the model has
     needed: FLOPs that a step needs of each device, `model_flops`
     peak: dense FLOPs a second of a device in the type in which the step multiplies
+    overlap, realistic: the replays by ideal and by realistic rates
     text: the HLO, scheduled
     lower_s, compile_s: seconds that tracing and compiling took on this machine
     """
@@ -58,16 +59,17 @@ class Planned(NamedTuple):
     footprint: Footprint
     collectives: list[Compiled]
     overlap: Overlap
+    realistic: Overlap
     needed: float
     peak: float
     text: str
     lower_s: float
     compile_s: float
 
-    @property
-    def utilisation(self) -> float:
-        """Model FLOPs utilisation (MFU) by the assumed rates: the share of the peak that the model's products take."""
-        return self.needed / (self.overlap.seconds * self.peak)
+    def utilisation(self, replay: Overlap) -> float:
+        """Model FLOPs utilisation (MFU) by the rates of a replay: the share of the peak that the model's products
+        take."""
+        return self.needed / (replay.seconds * self.peak)
 
 
 class FitVerdict(NamedTuple):
@@ -164,8 +166,8 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
     return make_mesh(**sizes, devices=described.devices)
 
 
-def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
-    """Trace and compile the step of a configuration, the very one that trains."""
+def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: tuple[Rates, Rates]) -> Planned:
+    """Trace and compile the step of a configuration, the very one that trains. rates: ideal and realistic ones."""
     start = time.perf_counter()
     parts = assemble(config, mesh)
     check_toolkit(config, parts.attention[0])
@@ -176,9 +178,9 @@ def compile_ahead(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned
 
 
 def planned_of(
-    program: Any, config: Config, parts: Parts, gpu: Gpu, rates: Rates, seconds: tuple[float, float]
+    program: Any, config: Config, parts: Parts, gpu: Gpu, rates: tuple[Rates, Rates], seconds: tuple[float, float]
 ) -> Planned:
-    """The `Planned` of a compiled step. seconds: that tracing and compiling took."""
+    """The `Planned` of a compiled step. rates: ideal and realistic ones. seconds: that tracing and compiling took."""
     target, precision = parts.target, parts.options.precision
     mesh, batch = target.step.sharding.mesh, batch_of(config, target.step.sharding.mesh)
     needed = model_flops(parts.model, target.params, target.model_state, batch, precision=precision)
@@ -192,7 +194,8 @@ def planned_of(
         parameters=parts.model.parameters,
         footprint=footprint,
         collectives=compiled_collectives(text),
-        overlap=overlap(text, rates),
+        overlap=overlap(text, rates[0]),
+        realistic=overlap(text, rates[1]),
         needed=needed / mesh.size,
         peak=peak_flops(gpu.description, precision) or gpu.bf16,
         text=text,

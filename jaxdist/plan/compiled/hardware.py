@@ -11,6 +11,10 @@ from jaxdist.precision.policy import Precision
 # Assumed shares of the makers' figures, for replays alone: 800 of 989 TFLOP/s, what large products reach on H100 and
 # H200; 400 of 450 GB/s, bus bandwidth of large collectives inside a node (nccl-tests issues 212 and 272: 360 to 480).
 _PRODUCTS, _NETWORK = 0.809, 0.889
+# Shares that one H200 reached (docs/measurements/one_h200.json), assumed for the others too: 733 TFLOP/s, the mean of
+# 13 products of models' shapes (670 to 779); 4.0 TB/s to add one to an array; 241 TFLOP/s of attention forward,
+# with heads of 64. The network's are assumed: 370 of 450 GB/s, and 12 us a collective (nccl-tests).
+_PRODUCTS_SEEN, _MEMORY_SEEN, _ATTENTION_SEEN, _NETWORK_SEEN, _LATENCY, _LEAST = 0.741, 0.833, 0.244, 0.822, 12e-6, 2e-6
 
 
 class Gpu(NamedTuple):
@@ -36,8 +40,20 @@ class Gpu(NamedTuple):
 
     @property
     def rates(self) -> Rates:
-        """The rates that a replay assumes."""
+        """Ideal rates: large products, the whole bandwidth, no latency. For comparisons of schedules."""
         return Rates(_PRODUCTS * self.bf16, self.bandwidth, _NETWORK * self.nvlink)
+
+    @property
+    def realistic(self) -> Rates:
+        """Realistic rates: those that one H200 reached, as shares of the maker's, and 2 us for a kernel at least."""
+        return Rates(
+            _PRODUCTS_SEEN * self.bf16,
+            _MEMORY_SEEN * self.bandwidth,
+            _NETWORK_SEEN * self.nvlink,
+            _LATENCY,
+            attention=_ATTENTION_SEEN * self.bf16,
+            least=_LEAST,
+        )
 
 
 # memory: `device_memory_size` of XLA's descriptions, xla/backends/gpu/target_config/specs, what CUDA reports as the

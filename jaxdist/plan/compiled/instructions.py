@@ -28,6 +28,7 @@ _RUNS = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _INDEX = re.compile(r"/\*.*?\*/")
 # Instructions that take no time: what is there before, other names for it, and constraints on the order of others.
 _GIVEN = frozenset({"parameter", "constant", "partition-id", "replica-id"})
@@ -35,6 +36,7 @@ _VIEWS = frozenset({"tuple", "get-tuple-element", "bitcast"})
 _ORDER = frozenset({"after-all", "opt-barrier", "add-dependency"})
 FREE = _GIVEN | _VIEWS | _ORDER
 MOVES = frozenset({"bitcast", "reshape", "copy", "convert"})
+_ATTENTION = "fmha"  # in the names of cuDNN's kernels
 UPDATE = "dynamic-update-slice"
 READS = frozenset({"dynamic-slice", "slice", "gather"})
 HloArray = tuple[str, tuple[int, ...]]  # dtype, dims
@@ -58,6 +60,11 @@ class Instruction(NamedTuple):
     def kind(self) -> str:
         """The opcode; for the start of an asynchronous operation, the opcode of the operation."""
         return self.opcode.removesuffix("-start")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it takes no time: a view, an order, or memory that is only set aside."""
+        return self.opcode in FREE or 'custom_call_target="AllocateBuffer"' in self.rest
 
     def called(self, key: str = "calls") -> str | None:
         """The computation that an attribute names: calls, to_apply, body, ..."""
@@ -86,6 +93,12 @@ class Instruction(NamedTuple):
         """The named scopes that it was traced under; "" if it has no metadata."""
         found = _OP_NAME.search(self.rest)
         return "" if found is None else found[1]
+
+    @property
+    def frame(self) -> int:
+        """The number of the frame that it was traced in, see `source_lines`; 0 if it has none."""
+        found = _FRAME.search(self.rest)
+        return 0 if found is None else int(found[1])
 
 
 Computation = dict[str, Instruction]
@@ -208,18 +221,18 @@ def _read_of_parameters(body: Computation) -> Iterator[int]:
             continue
         for operand in each.operands:
             users.setdefault(source.get(operand, operand), []).append(each)
-    for each in body.values():
-        if each.opcode != "parameter":
-            continue
-        mine = users.get(each.name, [])
-        first = [user for user in mine if source.get(user.operands[0], user.operands[0]) == each.name]
-        whole = len(first) != len(mine) or not mine
-        if not whole and all(user.opcode in READS for user in first):
-            yield sum(nbytes(user.shape) for user in first)
-        elif not whole and all(user.opcode == UPDATE for user in first):
-            yield 0
-        else:
-            yield nbytes(each.shape)
+
+    def read(own: Instruction) -> int:
+        """Bytes of an array of which users may read a slice, or a slice of a slice."""
+        mine, whole = users.get(own.name, []), nbytes(own.shape)
+        first = [user for user in mine if source.get(user.operands[0], user.operands[0]) == own.name]
+        if not mine or len(first) != len(mine):
+            return whole
+        if own.opcode == "parameter" and all(user.opcode == UPDATE for user in first):
+            return 0
+        return min(whole, sum(map(read, first))) if all(user.opcode in READS for user in first) else whole
+
+    return (read(each) for each in body.values() if each.opcode == "parameter")
 
 
 def _dot_flops(own: Instruction, inside: Computation) -> float:
@@ -229,12 +242,19 @@ def _dot_flops(own: Instruction, inside: Computation) -> float:
     return 2.0 * math.prod(arrays(own.shape)[0][1]) * math.prod(contracted)
 
 
+def head_width(own: Instruction, inside: Computation) -> int:
+    """The width of a head, if the instruction is cuDNN's attention; else 0."""
+    if own.opcode != "custom-call" or f'custom_call_target="__cudnn${_ATTENTION}' not in own.rest:
+        return 0
+    return arrays(inside[own.operands[0]].shape)[0][1][-1]  # queries [B, S, heads, width]
+
+
 def _custom_call_flops(own: Instruction, inside: Computation) -> float:
     """FLOPs of cuDNN's attention and of cuBLAS's products; 0 for other custom calls."""
     found = re.search(r'custom_call_target="([^"]+)"', own.rest)
     target = found[1] if found else ""
     shapes = [arrays(inside[each].shape)[0][1] for each in own.operands[:2] if each in inside]
-    if "fmha" in target:  # queries [B, S, heads, width]: two products forward, five backward; half, if causal
+    if _ATTENTION in target:  # queries [B, S, heads, width]: two products forward, five backward; half, if causal
         forward = 4.0 * math.prod(shapes[0]) * shapes[0][1] * (0.5 if "CAUSAL" in own.rest else 1.0)
         return forward * (2.5 if "Backward" in target else 1.0)
     if "gemm" in target or "matmul" in target:  # [m, k] x [k, n] -> [m, n]: the root of the product of sizes is m k n

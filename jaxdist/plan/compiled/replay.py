@@ -2,13 +2,14 @@
 
 Nothing runs on a device. The schedule is replayed with assumed rates on one compute stream and one communication
 stream, loops as often as they run. A collective starts when both streams have come to it. Instructions after its
-"-done" wait for its end. Communication time that no computation waits for is hidden. The share compares schedules. It
-does not predict seconds: products are not tuned ahead of time, the network's time is linear in bytes, and neither
-stream slows the other.
+"-done" wait for its end. Communication time that no computation waits for is hidden. The share compares schedules.
+Seconds are as good as the rates: products are not tuned ahead of time, the network's time is linear in bytes, and
+neither stream slows the other.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -16,13 +17,13 @@ import numpy as np
 
 from jaxdist.plan.compiled.hlo import collectives_in
 from jaxdist.plan.compiled.instructions import (
-    FREE,
     HLO_OPS,
     Computation,
     Instruction,
     InstructionCosts,
     array_bytes,
     group_size,
+    head_width,
     parse,
     sent_arrays,
 )
@@ -38,12 +39,24 @@ class Rates(NamedTuple):
     memory: bytes a second, read and written
     network: bytes a second that it sends in a collective
     latency: seconds that every collective takes besides
+    attention: FLOPs a second of cuDNN's attention with heads of 64. With wider heads the rate is larger in proportion,
+        up to that of other products: exponentials take the time, one for each score. None: as other products
+    least: seconds that every kernel takes at least
     """
 
     flops: float
     memory: float
     network: float
     latency: float = 0.0
+    attention: float | None = None
+    least: float = 0.0
+
+    def seconds(self, flops: float, nbytes: float, head: int = 0) -> float:
+        """Of a kernel. head: the width of a head; 0: it is no attention."""
+        products = self.flops
+        if head and self.attention is not None:
+            products = min(products, self.attention * head / 64)
+        return max(flops / products, nbytes / self.memory, self.least)
 
 
 class Travel(NamedTuple):
@@ -74,6 +87,24 @@ class Travel(NamedTuple):
     name: str
 
 
+class KernelTime(NamedTuple):
+    """One instruction of the program that computes or moves data, replayed.
+
+    kind: "product", "attention" or "memory"
+    calls, seconds, nbytes, flops: of a step
+    frame: the number of its `stack_frame_id`; 0 if it has none
+    name: the op_name of its metadata
+    """
+
+    kind: str
+    calls: int
+    seconds: float
+    nbytes: float
+    flops: float
+    frame: int
+    name: str
+
+
 class Overlap(NamedTuple):
     """The replay of a step.
 
@@ -82,6 +113,7 @@ class Overlap(NamedTuple):
     flops: of the products that a device computes in a step
     flops_again: those of instructions that XLA has copied, to compute their results again instead of keeping them
     copies: how many such instructions the program has; none where memory suffices
+    kernels: what a device computes or moves, in the order of the program
     """
 
     rates: Rates
@@ -93,6 +125,7 @@ class Overlap(NamedTuple):
     flops: float
     flops_again: float
     copies: int
+    kernels: list[KernelTime]
 
     @property
     def seconds(self) -> float:
@@ -131,7 +164,8 @@ def overlap(text: str, rates: Rates) -> Overlap:
     stall = sum(each.stall * each.calls for each in travels)
     compute, flops, again = replay.done.tolist()
     copies = sum(_is_copy(name) for body in computations.values() for name in body)
-    return Overlap(rates, travels, communication, stall, compute, len(replay.unknown), flops, again, copies)
+    kernels = [replay.kernel(*key) for key in replay.calls]
+    return Overlap(rates, travels, communication, stall, compute, len(replay.unknown), flops, again, copies, kernels)
 
 
 def _is_copy(name: str) -> bool:
@@ -148,7 +182,8 @@ class _Replay:
     flying: {key: when that collective ends}
     travels: {key: the collective}, without the figures that are in `totals`
     totals: {key: sums over its calls so far: calls, between, stall, products}
-    costs: {(computation, instruction): (FLOPs, seconds) of a computation}
+    costs: {(computation, instruction): (FLOPs, bytes, width of a head, seconds) of a computation}
+    calls: {(computation, instruction): how often a computation has run}
     """
 
     def __init__(self, computations: dict[str, Computation], rates: Rates) -> None:
@@ -158,14 +193,15 @@ class _Replay:
         self.flying: dict[tuple[str, str], float] = {}
         self.travels: dict[tuple[str, str], Travel] = {}
         self.totals: dict[tuple[str, str], np.ndarray] = {}
-        self.costs: dict[tuple[str, str], tuple[float, float]] = {}
+        self.costs: dict[tuple[str, str], tuple[float, float, int, float]] = {}
+        self.calls = Counter[tuple[str, str]]()
         self.unknown: set[str] = set()
 
     def run(self, name: str, loop: tuple[int, ...]) -> None:
         """Run a computation once, instruction after instruction. loop: the lengths of the loops around it."""
         body = self.computations[name]
         for own in body.values():
-            if own.opcode in FREE or own.opcode.endswith("-update"):
+            if own.is_free or own.opcode.endswith("-update"):
                 continue
             if own.opcode == "while":
                 self.run_loop(own, loop)
@@ -190,12 +226,14 @@ class _Replay:
         assert body is not None
         for i in range(trips):
             start, lag, done = self.now, max(0.0, self.free - self.now), self.done.copy()
-            totals = {key: total.copy() for key, total in self.totals.items()}
+            totals, calls = {key: total.copy() for key, total in self.totals.items()}, self.calls.copy()
             self.run(body, (*loop, trips))
             this = self.now - start, lag, max(0.0, self.free - self.now)
             if before is not None and _alike(before, this) and (rest := trips - i - 1):
                 for key, total in self.totals.items():
                     total += rest * (total - totals.get(key, 0))
+                for each, count in self.calls.items():
+                    self.calls[each] += rest * (count - calls[each])
                 self.done += (self.done - done) * rest
                 self.now += this[0] * rest
                 self.free += this[0] * rest
@@ -206,14 +244,23 @@ class _Replay:
         """Run an instruction that computes or moves data on the device."""
         if (name, own.name) not in self.costs:
             costs, body = InstructionCosts(self.computations), self.computations[name]
-            flops = costs.flops(own, body)
-            seconds = max(flops / self.rates.flops, costs.bytes(own, body) / self.rates.memory)
-            self.costs[name, own.name] = flops, seconds
-        flops, seconds = self.costs[name, own.name]
+            each = costs.flops(own, body), costs.bytes(own, body), head_width(own, body)
+            self.costs[name, own.name] = *each, self.rates.seconds(*each)
+        flops, _, _, seconds = self.costs[name, own.name]
         self.now += seconds
+        self.calls[name, own.name] += 1
         self.done += (seconds, flops, flops * _is_copy(own.name))
         for key in self.flying:
             self.totals[key] += (0, seconds, 0, flops > WORTH_FLOPS)
+
+    def kernel(self, name: str, instruction: str) -> KernelTime:
+        """The `KernelTime` that an instruction of a computation is."""
+        own, calls = self.computations[name][instruction], self.calls[name, instruction]
+        flops, nbytes, head, seconds = self.costs[name, instruction]
+        kind = "attention" if head else "product" if flops > WORTH_FLOPS else "memory"
+        inside = self.computations.get(own.called() or "", {})  # of a fusion, which may itself have no metadata
+        said = next((each for each in (own, *reversed(inside.values())) if each.frame), own)
+        return KernelTime(kind, calls, calls * seconds, calls * nbytes, calls * flops, said.frame, said.op_name)
 
     def send(
         self, key: tuple[str, str], own: Instruction, found: tuple[Instruction, Computation], loop: tuple[int, ...]

@@ -9,6 +9,7 @@ import jax
 from jaxdist.config.schema import Config
 from jaxdist.plan.compiled.ahead_of_time import Planned, fit_verdict
 from jaxdist.plan.compiled.replay import Overlap, Rates, Travel, by_loop
+from jaxdist.plan.compiled.sinks import sinks
 from jaxdist.plan.report.text import memory_table
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.runtime.gpu_memory import VARIABLE
@@ -21,7 +22,7 @@ HEADINGS = ("op", "dtype", "n", "a call", "calls", "", "needs", "meanwhile", "pr
 def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None) -> str:
     """The report of a compiled step: memory with the verdict, collectives, overlap.
 
-    rows: how many collectives of each loop, the longest waits first; 0: all
+    rows: how many collectives of each loop, the longest waits first, and source lines; 0: all
     network: as given to `with_network`
     """
     gpu, footprint = planned.gpu, planned.footprint
@@ -41,17 +42,47 @@ def plan_text(planned: Planned, *, rows: int = 12, network: float | None = None)
         "",
         *overlap_text(planned.overlap, rows=rows, apart=apart),
         "",
+        *sinks_text(planned, rows=rows),
+        "",
         *time_text(planned),
     ]
     return "\n".join(text)
 
 
+def sinks_text(planned: Planned, *, rows: int = 12) -> list[str]:
+    """The lines of a table: the source lines that take longest by realistic rates. rows: how many; 0: all."""
+    found = sinks(planned.realistic.kernels, planned.text)
+    if not found:
+        return []
+    whole = sum(each.seconds for each in found)
+    lines = [
+        (
+            f"{each.seconds * 1e3:.2f} ms",
+            f"{each.seconds / whole:.1%}",
+            each.calls,
+            each.kind,
+            each.phase,
+            each.line or "?",
+        )
+        for each in found[: rows or None]
+    ]
+    share = sum(each.seconds for each in found[: rows or None]) / whole
+    return [
+        f"Where {whole * 1e3:.1f} ms of computation go, by realistic rates: {share:.0%} in {len(lines)} of {len(found)}"
+        " source lines (a fused kernel counts for the line of its result):",
+        *aligned([("time", "share", "kernels", "kind", "phase", "line"), *lines], right=(0, 1, 2)),
+    ]
+
+
 def time_text(planned: Planned) -> list[str]:
-    """The time of a step by the assumed rates, what is computed for it, and whether XLA is short of memory."""
-    found = planned.overlap
+    """The time of a step by both sets of rates, what is computed for it, and whether XLA is short of memory."""
+    found, real = planned.overlap, planned.realistic
     text = [
-        f"A step takes {found.seconds * 1e3:.1f} ms by these rates: MFU {planned.utilisation:.1%} of"
-        f" {planned.peak / 1e12:.0f} TFLOP/s. Its products are {found.flops / planned.needed:.2f} x those of the model."
+        f"A step takes {found.seconds * 1e3:.1f} ms by ideal rates: MFU {planned.utilisation(found):.1%} of"
+        f" {planned.peak / 1e12:.0f} TFLOP/s. Its products are {found.flops / planned.needed:.2f} x those of the"
+        " model.",
+        f"By realistic rates {real.seconds * 1e3:.1f} ms: MFU {planned.utilisation(real):.1%}. Assumed:"
+        f" {_rates_text(real.rates)}.",
     ]
     if found.copies:
         text.append(
@@ -111,9 +142,8 @@ def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list
     """
     rates, between = found.rates, ", between hosts too: give --network" if apart else ""
     text = [
-        "Overlap, by a replay of the compiled schedule; assumed, not measured: "
-        f"{rates.flops / 1e12:.0f} TFLOP/s in products, {rates.memory / 1e12:.2f} TB/s of memory, "
-        f"{rates.network / 1e9:.0f} GB/s sent{between}, {rates.latency * 1e6:.0f} us latency, one stream for each",
+        "Overlap, by a replay of the compiled schedule; assumed, not measured, are ideal rates:"
+        f" {_rates_text(rates, between)}, one stream for each",
         f"{found.hidden:.1%} of the communication is hidden: {found.communication * 1e3:.2f} ms of it beside"
         f" {found.compute * 1e3:.1f} ms of computation by these rates, {found.stall * 1e3:.2f} ms waited for;"
         f" synchronous in loops: {len(found.synchronous_in_loops)}",
@@ -128,6 +158,19 @@ def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list
             waited = sum(each.stall * each.calls for each in rest)
             text.append(f"  ... and {len(rest)} more, {waited * 1e6:.0f} us waited for")
     return text
+
+
+def _rates_text(rates: Rates, between: str = "") -> str:
+    """In words. between: what to say of the network's rate."""
+    text = (
+        f"{rates.flops / 1e12:.0f} TFLOP/s in products, {rates.memory / 1e12:.2f} TB/s of memory, "
+        f"{rates.network / 1e9:.0f} GB/s sent{between}, {rates.latency * 1e6:.0f} us latency"
+    )
+    if rates.attention is not None:
+        text += (
+            f", {rates.attention / 1e12:.0f} TFLOP/s in cuDNN's attention with heads of 64 (in proportion, if wider)"
+        )
+    return text + (f", {rates.least * 1e6:.0f} us a kernel at least" if rates.least else "")
 
 
 def _row(each: Travel) -> tuple[object, ...]:
@@ -153,7 +196,14 @@ def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
         "memory": planned.footprint._asdict() | {"peak": planned.footprint.peak, "capacity": planned.gpu.memory},
         "fits": found.fits,
         "model_flops": planned.needed,
-        "mfu": planned.utilisation,
+        "mfu": planned.utilisation(replay),
+        "realistic": {
+            "assumed": planned.realistic.rates._asdict(),
+            "step_s": planned.realistic.seconds,
+            "stall_s": planned.realistic.stall,
+            "mfu": planned.utilisation(planned.realistic),
+            "sinks": [each._asdict() for each in sinks(planned.realistic.kernels, planned.text)],
+        },
         "spare_bytes": found.spare,
         "collectives": [each._asdict() for each in planned.collectives if each.group_size > 1],
         "overlap": {
@@ -176,6 +226,9 @@ def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
     }
 
 
-def with_network(rates: Rates, network: float | None, latency: float) -> Rates:
-    """The rates, with a user's own. network: GB/s sent (None: the table's). latency: microseconds."""
-    return rates._replace(network=network * 1e9 if network else rates.network, latency=latency * 1e-6)
+def with_network(rates: Rates, network: float | None, latency: float | None) -> Rates:
+    """The rates, with a user's own, where given. network: GB/s sent. latency: microseconds."""
+    return rates._replace(
+        network=rates.network if network is None else network * 1e9,
+        latency=rates.latency if latency is None else latency * 1e-6,
+    )

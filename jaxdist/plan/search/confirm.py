@@ -89,7 +89,7 @@ def _compiler(cluster: PlanCluster, notes: list[str]) -> Callable[[Predicted], F
         set_flags(each.config, "gpu", started=False)
         set_options(each.config, "gpu")
         mesh = ahead_of_time.mesh_of(each.config, description, hosts=cluster.hosts, gpus_per_host=cluster.per_host)
-        return ahead_of_time.compile_ahead(each.config, gpu, mesh, gpu.rates).footprint
+        return ahead_of_time.compile_ahead(each.config, gpu, mesh, (gpu.rates, gpu.realistic)).footprint
 
     return compile_for_gpus
 

@@ -25,7 +25,7 @@ from jaxdist.state import TrainState
 PyTree = Any
 
 
-def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: Rates) -> Planned:
+def compile_partitioned(config: Config, gpu: Gpu, mesh: Mesh, rates: tuple[Rates, Rates]) -> Planned:
     """Every block is computed again in the backward pass, whatever `memory.remat` says. Raises `UserError` for models
     that `plain_jax` does not have."""
     model, shards = config.model.resolved(), mesh.shape["data"] * mesh.shape["fsdp"]

@@ -1,4 +1,4 @@
-"""The options of XLA:GPU with which a program that prefetches blocks (`parallel.prefetch: 1`) is compiled."""
+"""The options of XLA:GPU with which a training step is compiled."""
 
 import math
 import os
@@ -15,11 +15,16 @@ from jaxdist.specs import SHARD_AXES, STACKED, PyTree, bytes_per_device, is_mode
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
 COMBINED = 1.2  # XLA may combine collectives up to so many times a block's bytes: one block, and a slice of the head
 
 
 def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool] | None:
-    """Options of XLA:GPU for a program that prefetches blocks; None for another program. Figures: docs/plan.md.
+    """Options of XLA:GPU for a program; None on CPUs. Figures: docs/plan.md.
+
+    - Write no zeros into the memory of a loop's results, such as activations of all blocks, before the loop writes it.
+
+    And for a program that prefetches blocks:
 
     - Combine the collectives of one block, but not those of two. XLA's own thresholds, 30 MiB, would leave every large
       parameter apart.
@@ -29,9 +34,14 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
 
     A flag in XLA_FLAGS wins, but not a flag in a file that XLA_FLAGS names.
     """
-    if not options.prefetch or not is_model(params) or on_cpu(mesh):
+    if on_cpu(mesh):
         return None
+    told = {NO_ZEROS: True} | (_prefetching(params, options, mesh) if options.prefetch and is_model(params) else {})
+    given = names_given(os.environ.get("XLA_FLAGS", ""))
+    return {name: value for name, value in told.items() if f"--{name}" not in given}
 
+
+def _prefetching(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool]:
     def gathered(leaf: Any) -> int:  # elements, of one block; parameters that are no shards do not travel
         own = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
         shard = shard_of(leaf.sharding.spec)
@@ -46,6 +56,4 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
         limits["all_reduce"] = max(least, sums // parts)  # sums shards
     sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in limits.items()}
     at_once = 3 if mesh.shape["data"] > 1 else 2
-    told = {**sizes, BY_TWO: True, AT_ONCE: at_once, LATENCY_HIDING: True}
-    given = names_given(os.environ.get("XLA_FLAGS", ""))
-    return {name: value for name, value in told.items() if f"--{name}" not in given}
+    return {**sizes, BY_TWO: True, AT_ONCE: at_once, LATENCY_HIDING: True}
