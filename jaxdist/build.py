@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist import registry
-from jaxdist.config.checks import prefetches
+from jaxdist.config.checks import default_remat, prefetches
 from jaxdist.config.entries import ModelFacts, bound
 from jaxdist.config.resolve import GPU_PLUGINS
 from jaxdist.config.rules.transformer import context_form
@@ -187,7 +187,7 @@ def step_options(config: Config, mesh: AnyMesh) -> StepOptions:
     resolved = {
         "strategy": bound(ParallelConfig, parallel, "strategy"),
         "schedule": bound(ParallelConfig, parallel, "schedule"),
-        "remat": config.memory.remat,
+        "remat": default_remat(config, gpu=bool(cuda_capability(config, mesh))),
         "freeze": config.optimizer.frozen,
         "seed": config.train.seed,
         "precision": precision,

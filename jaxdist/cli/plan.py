@@ -43,7 +43,8 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
         return run_check(arguments, given=argv)
     path, overrides = take_config(parser, arguments)
     plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
-    config = load_config(path, [*overrides, *plain], planned=True)
+    there = ["devices.platform=gpu"] * arguments.compile  # for what is auto
+    config = load_config(path, [*there, *overrides, *plain], planned=True)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
     if arguments.compile:
         return _compile(config, arguments)

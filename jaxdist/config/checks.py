@@ -19,6 +19,8 @@ from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.pipeline import check_counts, check_one_stage, check_stages, refuse_stages
 from jaxdist.config.rules.precision import check_float64, check_half_state, check_scale, check_skips
 from jaxdist.config.rules.remat import (
+    AUTO,
+    Remat,
     check_deterministic,
     check_offload,
     check_prefetch,
@@ -76,6 +78,8 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     _check_axes(config)
     remat = with_offload(config.memory.remat, activations=config.memory.offload.activations)
     config = replace(config, memory=replace(config.memory, remat=remat))
+    if planned:
+        config = with_default_remat(config, gpu=config.devices.platform == "gpu")
     rest = rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
@@ -237,6 +241,20 @@ def _check_blocks(config: Config) -> None:
         deterministic=parallel.grad_sync.deterministic,
     )
     check_prefetched(remat)
+
+
+def default_remat(config: Config, *, gpu: bool) -> Remat:
+    """`memory.remat`, and where it is auto: "dots" on GPUs for a model with blocks, if nothing that is set excludes it,
+    else "none". Whether "dots" fits, `plan.auto_remat` finds out. Figures: docs/plan.md. gpu: what it runs on."""
+    if config.memory.remat != AUTO:
+        return config.memory.remat
+    excluded = config.parallel.grad_sync.deterministic or ModelFacts.of(config.model.name).user_loss
+    return "dots" if gpu and not excluded else "none"
+
+
+def with_default_remat(config: Config, *, gpu: bool) -> Config:
+    """The configuration with `default_remat`."""
+    return replace(config, memory=replace(config.memory, remat=default_remat(config, gpu=gpu)))
 
 
 def prefetches(config: Config, *, gpu: bool) -> bool:

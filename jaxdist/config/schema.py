@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxdist.config.entries import Entries, Section, named, with_options
 from jaxdist.config.rules.fields import parse_mixture, section, setting
-from jaxdist.config.rules.remat import MODES, NAMES
+from jaxdist.config.rules.remat import AUTO, MODES, NAMES
 from jaxdist.config.rules.transformer import CONTEXT_FORMS
 from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.grad_sync import GradSync
@@ -195,9 +195,10 @@ class MemoryConfig:
     """What is computed again instead of kept, and what is stored in host memory: docs/memory.md."""
 
     remat: str | tuple[str, ...] = setting(
-        "none",
-        "what the backward pass computes again, of each block; a list: all but these values",
-        choices=MODES,
+        AUTO,
+        "what the backward pass computes again, of each block; a list: all but these values; auto: dots on GPUs, or"
+        " full where that does not fit, and none elsewhere",
+        choices=(AUTO, *MODES),
         listed=NAMES,
     )
     offload: OffloadConfig = section(OffloadConfig, "what is stored in host memory")

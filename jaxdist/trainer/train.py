@@ -26,13 +26,14 @@ from jaxdist.data import prefetch
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.observe.environment import versions
 from jaxdist.optim.make import learning_rates
+from jaxdist.plan.auto_remat import start_fitting
 from jaxdist.processes import anywhere, done_by_first, from_first
 from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.output import lasting_output
 from jaxdist.runtime.run_claim import RunClaim
 from jaxdist.runtime.run_folder import RUN_DIR, leave_stop_note, new_run_directory, refuse_strangers
-from jaxdist.runtime.start import fail_alone, start
+from jaxdist.runtime.start import fail_alone
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
@@ -210,7 +211,7 @@ def train(config: Config, folder: Path) -> int:
     watch = Watch(config.train.watchdog_s)
     with StopSignal() as stop, lasting_output(stop.reader_gone):
         try:
-            config = start(config, lambda config: watch.opened(facts_of_start(config, versions())))
+            config = start_fitting(config, lambda config: watch.opened(facts_of_start(config, versions())))
         except MissingPeers as error:
             print(f"error: {error}", file=sys.stderr)
             return STOPPED

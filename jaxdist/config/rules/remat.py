@@ -11,6 +11,7 @@ from jaxdist.errors import UserError
 
 REMAT = "memory.remat"
 MODES = ("none", "full", "dots", "sqrt", "offload")
+AUTO = "auto"  # of a configuration: what `config.checks.default_remat` chooses
 # Values of a block that layers name with `checkpoint_name`, for `memory.remat=[attention.out,mlp.hidden]`. A test
 # compares them with the layers; docs/memory.md says what each is.
 _OF_ATTENTION = ("attention.qkv", "attention.context", "attention.out")
@@ -47,7 +48,7 @@ def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int = 0, determi
 def check_deterministic(remat: Remat) -> None:
     """Raise `UserError` for all modes but "none": where a block is computed again beside its backward pass, the
     compiler arranges both by how the block's parameters come, from memory or from a gather, and rounds otherwise."""
-    if remat != "none":
+    if remat not in (AUTO, "none"):
         raise UserError(
             f"{REMAT}: {show(remat)} does not go with parallel.grad_sync.deterministic: recomputed"
             " activations round differently in other layouts; allowed: none"
@@ -72,10 +73,10 @@ def refuse_split_sequence() -> NoReturn:
 
 def with_offload(remat: Remat, *, activations: bool) -> Remat:
     """`memory.remat`, with `memory.offload.activations` as the mode that it means. Raises `UserError` for another."""
-    if activations and remat not in ("none", "full", "offload"):
+    if activations and remat not in (AUTO, "none", "full", "offload"):
         raise UserError(
             f"memory.offload.activations: true is memory.remat 'offload', and {show(remat)} is set;"
-            " allowed with it: none, full, offload"
+            " allowed with it: auto, none, full, offload"
         )
     return "offload" if activations else remat
 

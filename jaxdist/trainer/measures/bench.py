@@ -14,12 +14,12 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import make_mesh
+from jaxdist.plan.auto_remat import start_fitting
 from jaxdist.plan.compiled.hardware import peak_flops
 from jaxdist.plan.compiled.memory import footprint_of
 from jaxdist.plan.traced.flops import model_flops
 from jaxdist.plan.traced.ledger import ledger_of
 from jaxdist.plan.traced.sharding import aligned
-from jaxdist.runtime.start import start
 from jaxdist.specs import PyTree
 from jaxdist.trainer.batches.load import load_data, loader_of, work_of_a_step
 
@@ -66,7 +66,7 @@ def time_step(name: str, config: Config, steps: int) -> Timing:
             f"parallel.local.every: {config.parallel.local.every}, but a step is timed without outer steps here; set it"
             " to 0, or read step_s in the metrics.jsonl of a run"
         )
-    config = start(config)
+    config = start_fitting(config)
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts, source = assemble(config, mesh), load_data(config)
     loader = loader_of(config, source, mesh)

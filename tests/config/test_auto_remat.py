@@ -1,0 +1,72 @@
+"""`memory.remat: auto`: what it is on which devices, and where products do not fit."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxdist.build import assemble
+from jaxdist.config.checks import default_remat
+from jaxdist.config.load import load_config
+from jaxdist.errors import UserError
+from jaxdist.mesh import make_mesh
+from jaxdist.parallel.options import StepOptions
+from jaxdist.plan import auto_remat
+from jaxdist.plan.compiled.hardware import GPUS
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+H200 = QUICKSTART.parent / "gpt_355m_h200.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpus", "on_cpus"),
+    [
+        ((), "dots", "none"),
+        (("memory.remat=sqrt",), "sqrt", "sqrt"),
+        (("memory.offload.activations=true",), "offload", "offload"),
+        (("parallel.grad_sync.deterministic=true", "optimizer.name=adamw"), "none", "none"),
+        (("model={name: resnet}", "data={source: digits}", "mesh={data: 8, fsdp: 1, tensor: 1}"), "none", "none"),
+    ],
+)
+def test_what_auto_is(overrides: tuple[str, ...], on_gpus: str, on_cpus: str) -> None:
+    for gpu, expected in ((True, on_gpus), (False, on_cpus)):
+        planned = [*overrides, f"devices.platform={'gpu' if gpu else 'auto'}"]
+        assert load_config(QUICKSTART, planned, planned=True).memory.remat == expected
+        read = load_config(QUICKSTART, list(overrides))
+        assert default_remat(read, gpu=gpu) == expected
+
+
+def test_an_assembled_step_knows_it_too() -> None:
+    config = load_config(QUICKSTART)
+    assert config.memory.remat == "auto"
+    assert assemble(config, make_mesh(**asdict(config.mesh))).options.remat == "none"
+    with pytest.raises(UserError, match=r"memory\.remat: 'auto'.*allowed: one of none, full, dots, sqrt, offload, or"):
+        StepOptions(remat="auto")
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(8, "dots"), (1, "full")])
+def test_products_are_kept_where_that_fits(
+    gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 rows of 1024 tokens on one GPU, or 64 on each of 8."""
+    given = load_config(H200, [f"mesh.fsdp={gpus}", "data.global_batch=512"], planned=True)
+    asked = replace(given, memory=replace(given.memory, remat="auto"))
+    monkeypatch.setattr(auto_remat, "start", lambda config, watched: given)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=GPUS["h200"].description)])
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    assert given.memory.remat == "dots"
+    assert auto_remat.start_fitting(asked).memory.remat == expected
+    said = capsys.readouterr().out
+    assert ("memory.remat: auto is full here: with dots a GPU may need " in said) == (expected == "full")
+    assert auto_remat.start_fitting(given).memory.remat == "dots"  # as it was asked for
+
+
+def test_devices_that_are_not_in_the_table_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(H200, ["data.global_batch=100000"], planned=True)
+    monkeypatch.setattr(auto_remat, "start", lambda config, watched: config)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="of nobody")])
+    asked: Any = replace(config, memory=replace(config.memory, remat="auto"))
+    assert auto_remat.start_fitting(asked).memory.remat == "auto"
