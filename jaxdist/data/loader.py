@@ -29,6 +29,7 @@ from jaxdist.specs import spec_axes
 _Item = TypeVar("_Item")
 
 ROUNDS = 8
+BLOCK, KEPT = 4096, 4  # samples whose places are computed together, and how many such blocks are kept
 
 
 def permute(index: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
@@ -70,10 +71,27 @@ class ShuffledWindows:
         self.seed = seed
         self.count = max(1, (size - seq_len) // seq_len)  # windows an epoch, for every offset
         self.slack = min(seq_len - 1, size - 1 - self.count * seq_len)  # the largest offset
+        self._blocks: dict[int, np.ndarray] = {}
         assert self.slack >= 0, "the text is shorter than a window"
 
     def starts(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First positions of the windows of samples `k` (int64), and whether each counts (here all do)."""
+        blocks, place = np.divmod(k, BLOCK)
+        starts = np.empty_like(k)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            starts[here] = self._block(block)[place[here]]
+        return starts, np.ones(k.shape, bool)
+
+    def _block(self, block: int) -> np.ndarray:
+        """The first positions of the windows of BLOCK neighbouring samples. The last blocks are kept: each of numpy's
+        operations on the samples of one batch alone would cost as much as on hundreds."""
+        if (found := self._blocks.get(block)) is None:
+            found = self._starts(block * BLOCK + np.arange(BLOCK))
+            self._blocks = dict([*self._blocks.items(), (block, found)][-KEPT:])
+        return found
+
+    def _starts(self, k: np.ndarray) -> np.ndarray:
         epochs, index = np.divmod(k, self.count)
         starts = np.empty_like(k)
         for epoch in np.unique(epochs):  # one, or two at an epoch's end, unless the batch is larger than the text
@@ -81,7 +99,7 @@ class ShuffledWindows:
             state = np.random.SeedSequence((self.seed, int(epoch))).generate_state(ROUNDS + 1, np.uint64)
             offset = int(state[-1]) % (self.slack + 1)
             starts[here] = offset + permute(index[here], self.count, state[:-1]) * self.seq_len
-        return starts, np.ones(k.shape, bool)
+        return starts
 
 
 class SpreadWindows:

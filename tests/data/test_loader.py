@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.data import Loader, prefetch
-from jaxdist.data.loader import ShuffledWindows, SpreadWindows, permute
+from jaxdist.data.loader import BLOCK, KEPT, ShuffledWindows, SpreadWindows, permute
 from jaxdist.errors import UserError
 
 FAST = settings(max_examples=60, deadline=None)
@@ -81,6 +81,17 @@ def test_every_window_once_an_epoch(size: int, seq_len: int, batch: int, seed: i
         assert epoch.max() + seq_len < size  # the last target is inside
     unread = size - 1 - windows.count * seq_len
     assert unread < 2 * seq_len
+
+
+def test_samples_have_their_places_whatever_is_asked_with_them() -> None:
+    """Places are computed for many samples together, and the last ones kept."""
+    windows, other = (ShuffledWindows(100_000, seq_len=7, seed=3) for _ in range(2))
+    numbers = np.random.default_rng(0).integers(0, 12 * BLOCK, 5000)
+    whole = other._starts(np.arange(12 * BLOCK))
+    np.testing.assert_array_equal(windows.starts(numbers)[0], whole[numbers])
+    for first in (BLOCK - 3, 9 * BLOCK + 5, 0, 11 * BLOCK):  # across blocks, and back to one that is gone
+        np.testing.assert_array_equal(windows.starts(np.arange(first, first + 32))[0], whole[first : first + 32])
+    assert len(windows._blocks) == KEPT
 
 
 def test_epochs_differ_in_order_and_offset() -> None:
