@@ -71,12 +71,13 @@ class ShuffledWindows:
         self.seed = seed
         self.count = max(1, (size - seq_len) // seq_len)  # windows an epoch, for every offset
         self.slack = min(seq_len - 1, size - 1 - self.count * seq_len)  # the largest offset
+        self._size = min(BLOCK, self.count)  # of a short text an epoch: many would take long
         self._blocks: dict[int, np.ndarray] = {}
         assert self.slack >= 0, "the text is shorter than a window"
 
     def starts(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First positions of the windows of samples `k` (int64), and whether each counts (here all do)."""
-        blocks, place = np.divmod(k, BLOCK)
+        blocks, place = np.divmod(k, self._size)
         starts = np.empty_like(k)
         for block in np.unique(blocks).tolist():
             here = blocks == block
@@ -84,10 +85,10 @@ class ShuffledWindows:
         return starts, np.ones(k.shape, bool)
 
     def _block(self, block: int) -> np.ndarray:
-        """The first positions of the windows of BLOCK neighbouring samples. The last blocks are kept: each of numpy's
+        """The first positions of the windows of neighbouring samples. The last blocks are kept: each of numpy's
         operations on the samples of one batch alone would cost as much as on hundreds."""
         if (found := self._blocks.get(block)) is None:
-            found = self._starts(block * BLOCK + np.arange(BLOCK))
+            found = self._starts(block * self._size + np.arange(self._size))
             self._blocks = dict([*self._blocks.items(), (block, found)][-KEPT:])
         return found
 

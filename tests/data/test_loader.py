@@ -83,9 +83,10 @@ def test_every_window_once_an_epoch(size: int, seq_len: int, batch: int, seed: i
     assert unread < 2 * seq_len
 
 
-def test_samples_have_their_places_whatever_is_asked_with_them() -> None:
+@pytest.mark.parametrize("size", [100_000, 1000])  # with more windows than a block of samples has, and with fewer
+def test_samples_have_their_places_whatever_is_asked_with_them(size: int) -> None:
     """Places are computed for many samples together, and the last ones kept."""
-    windows, other = (ShuffledWindows(100_000, seq_len=7, seed=3) for _ in range(2))
+    windows, other = (ShuffledWindows(size, seq_len=7, seed=3) for _ in range(2))
     numbers = np.random.default_rng(0).integers(0, 12 * BLOCK, 5000)
     whole = other._starts(np.arange(12 * BLOCK))
     np.testing.assert_array_equal(windows.starts(numbers)[0], whole[numbers])
