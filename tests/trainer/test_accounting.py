@@ -61,6 +61,14 @@ def test_flops_are_traced_as_the_step_receives_parameters() -> None:
     assert received == [jnp.bfloat16]
 
 
+def test_flops_of_experts_whose_routers_stay_in_fp32() -> None:
+    """A router refuses parameters in bfloat16, and the step gives it none."""
+    config = load_config(ROOT / "configs/moe_quickstart.yaml", ["precision.policy=bf16"])
+    parts, batch = assemble(config, abstract_mesh()), batch_of(config, abstract_mesh())
+    given = (parts.model, parts.target.params, parts.target.model_state, batch)
+    assert model_flops(*given, precision=parts.options.precision) == model_flops(*given) > 0
+
+
 def test_peaks() -> None:
     """Dense figures of the makers' data sheets, by the type of the products."""
     found = {name: peak_flops("NVIDIA A100-SXM4-80GB", POLICIES[name]) for name in ("fp32", "bf16", "fp16")}

@@ -13,6 +13,7 @@ from jaxdist.collectives import psum, to_varying
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, length_of
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
 from jaxdist.model import ModelDef
+from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, PyTree
 
@@ -89,7 +90,7 @@ def model_flops(
     shapes = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)  # noqa: E731
     params, batch = shapes(params), shapes(batch)
     if precision is not None:  # cuDNN's attention cannot be traced with parameters in fp32
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.received), params)
+        params = jax.eval_shape(lambda params: as_received(params, precision), params)
     rows = jax.tree.leaves(batch)[0].shape[0]
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     if isinstance(model, ModelDef):
