@@ -29,7 +29,7 @@ from jaxdist.specs import spec_axes
 _Item = TypeVar("_Item")
 
 ROUNDS = 8
-PLACES, KEPT_BLOCKS = 4096, 4  # samples whose places are computed together, and how many such blocks are kept
+TOGETHER, KEPT_BLOCKS = 4096, 4  # samples whose places are computed together, and how many such blocks are kept
 
 
 def permute(index: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ class ShuffledWindows:
         self.seed = seed
         self.count = max(1, (size - seq_len) // seq_len)  # windows an epoch, for every offset
         self.slack = min(seq_len - 1, size - 1 - self.count * seq_len)  # the largest offset
-        self._size = min(PLACES, self.count)  # of a short text an epoch: many would take long
+        self._size = min(TOGETHER, self.count)  # of a short text an epoch: many would take long
         self._blocks: dict[int, np.ndarray] = {}
         assert self.slack >= 0, "the text is shorter than a window"
 

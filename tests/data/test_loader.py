@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.data import Loader, prefetch
-from jaxdist.data.loader import PLACES, KEPT_BLOCKS, ShuffledWindows, SpreadWindows, permute
+from jaxdist.data.loader import KEPT_BLOCKS, TOGETHER, ShuffledWindows, SpreadWindows, permute
 from jaxdist.errors import UserError
 
 FAST = settings(max_examples=60, deadline=None)
@@ -87,10 +87,10 @@ def test_every_window_once_an_epoch(size: int, seq_len: int, batch: int, seed: i
 def test_samples_have_their_places_whatever_is_asked_with_them(size: int) -> None:
     """Places are computed for many samples together, and the last ones kept."""
     windows, other = (ShuffledWindows(size, seq_len=7, seed=3) for _ in range(2))
-    numbers = np.random.default_rng(0).integers(0, 12 * PLACES, 5000)
-    whole = other._starts(np.arange(12 * PLACES))
+    numbers = np.random.default_rng(0).integers(0, 12 * TOGETHER, 5000)
+    whole = other._starts(np.arange(12 * TOGETHER))
     np.testing.assert_array_equal(windows.starts(numbers)[0], whole[numbers])
-    for first in (PLACES - 3, 9 * PLACES + 5, 0, 11 * PLACES):  # across blocks, and back to one that is gone
+    for first in (TOGETHER - 3, 9 * TOGETHER + 5, 0, 11 * TOGETHER):  # across blocks, and back to one that is gone
         np.testing.assert_array_equal(windows.starts(np.arange(first, first + 32))[0], whole[first : first + 32])
     assert len(windows._blocks) == KEPT_BLOCKS
 
