@@ -1,7 +1,6 @@
 """The parts of a run, made from a configuration: model, optimizer, layout of the state, step. Allocates nothing."""
 
 import fnmatch
-import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -15,7 +14,8 @@ from jax.sharding import Mesh
 from jaxdist import registry
 from jaxdist.config.checks import default_remat, prefetches
 from jaxdist.config.entries import ModelFacts, bound
-from jaxdist.config.resolve import GPU_PLUGINS
+from jaxdist.config.resolve import has_cuda_plugin
+from jaxdist.config.rules.remat import AUTO
 from jaxdist.config.rules.transformer import context_form
 from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.errors import UserError
@@ -76,8 +76,7 @@ def cuda_capability(config: Config, mesh: AnyMesh) -> str:
     if isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]
         return str(getattr(device, "compute_capability", "")) if device.platform == "gpu" else ""
-    plugin = any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS if "cuda" in name)
-    return "8.0" if plugin and config.devices.platform != "cpu" else ""
+    return "8.0" if has_cuda_plugin() and config.devices.platform != "cpu" else ""
 
 
 def prefetches_on(config: Config, mesh: AnyMesh) -> bool:
@@ -218,6 +217,8 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     stages = mesh.shape["pipe"]
     model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
     order = np.arange(0)
+    if not isinstance(model, ModelDef) and config.memory.remat == AUTO:  # its module need not say that it is a loss
+        options = replace(options, remat="none")
     if isinstance(model, ModelDef):
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
     optimizer = optimizer_of(config, order.tolist())

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jaxdist.config.load import load_config
@@ -43,8 +44,10 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
         return run_check(arguments, given=argv)
     path, overrides = take_config(parser, arguments)
     plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
-    there = ["devices.platform=gpu"] * arguments.compile  # for what is auto
-    config = load_config(path, [*there, *overrides, *plain], planned=True)
+    config = load_config(path, [*overrides, *plain], planned=True)
+    if arguments.calibration is None:  # what memory.remat auto is there
+        there = load_config(path, ["devices.platform=gpu", *overrides, *plain], planned=True)
+        config = replace(config, memory=there.memory)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
     if arguments.compile:
         return _compile(config, arguments)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist import registry
 from jaxdist.config.entries import ModelFacts, ScheduleFacts, SourceFacts, StrategyFacts, entries_of
-from jaxdist.config.resolve import known_devices, resolve_mesh, rest_axis
+from jaxdist.config.resolve import has_cuda_plugin, known_devices, resolve_mesh, rest_axis
 from jaxdist.config.rules.batch import check_rows
 from jaxdist.config.rules.collective_matmul import check_collective_matmul, check_conditions
 from jaxdist.config.rules.fields import keys, show
@@ -79,7 +79,8 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
     remat = with_offload(config.memory.remat, activations=config.memory.offload.activations)
     config = replace(config, memory=replace(config.memory, remat=remat))
     if planned:
-        config = with_default_remat(config, gpu=config.devices.platform == "gpu")
+        platform = config.devices.platform
+        config = with_default_remat(config, gpu=platform == "gpu" or (platform == "auto" and has_cuda_plugin()))
     rest = rest_axis(asdict(config.mesh))
     if planned and rest is not None:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")

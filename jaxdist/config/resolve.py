@@ -25,6 +25,12 @@ GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "ja
 INSTALL_CUDA = "pip install 'jaxdist[cuda13]', or 'jaxdist[cuda12]' for CUDA 12"
 
 
+def has_cuda_plugin() -> bool:
+    """Whether jax's CUDA plugin is installed. What is described without devices is then for GPUs, unless
+    `devices.platform` is cpu."""
+    return any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS if "cuda" in name)
+
+
 def warmup_of(asked: int, steps: int) -> int:
     """The steps of warm-up in a run of so many steps: what is asked for, or half of the run if that is longer than it.
 

@@ -57,7 +57,7 @@ def make_job(text: str) -> WorkerJob:
     from jaxdist.build import assemble
     from jaxdist.config.load import load_config
     from jaxdist.mesh import make_mesh
-    from jaxdist.runtime.start import start
+    from jaxdist.plan.auto_remat import start_fitting
     from jaxdist.trainer.batches.load import load_data
 
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def make_job(text: str) -> WorkerJob:
         path.write_text(text, encoding="utf-8")
         config = load_config(path)
         check_job(config)
-        config = start(config)
+        config = start_fitting(config)
     if jax.process_count() > 1:
         raise UserError("elastic: a worker is one process, which may have several devices; start no job around it")
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())

@@ -69,7 +69,7 @@ def _loop(
         carry = grown
 
 
-SAME = primitives("stop_gradient copy optimization_barrier")
+SAME = primitives("stop_gradient copy optimization_barrier layout_constraint")
 
 
 def copies(jaxpr: Any, names: Sequence[Any]) -> list[Any]:

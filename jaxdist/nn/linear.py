@@ -29,9 +29,9 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     # The gradient of a bias is a sum over all positions (and over `tensor`, if y is split over it): in fp32, too.
     wide = accumulation_dtype(y.dtype)
     total = (y.astype(wide) + to_varying(bias.astype(wide), varying_axes(y))).astype(y.dtype)
-    # The gradient of a position is a sum over samples alone. For 32 of them or more XLA:GPU would put samples last in
-    # memory, to read them in a row, and so through all blocks, whose every product it would then transpose.
-    alone = bias.ndim == y.ndim - 1 > 0
+    # The gradient of a learned position is a sum over samples alone. For 32 of them or more XLA:GPU would put samples
+    # last in memory, to read them in a row, and so through all blocks, whose every product it would then transpose.
+    alone = bias.ndim == y.ndim - 1 >= 2
     return with_layout_constraint(total, Layout(tuple(range(total.ndim)))) if alone else total
 
 

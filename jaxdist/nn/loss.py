@@ -126,8 +126,8 @@ def _with_gradients(
         logits = vocab_logits(h, table, *bias)
         loss, pull = jax.vjp(lambda logits: of_chunk(logits, rows, fixed), logits)
         (wide,) = pull(grad)
-        narrow = wide.astype(h.dtype)  # as `einsum_fp32` multiplies
-        dh = jnp.einsum("BSV,VD->BSD", narrow, table, preferred_element_type=h.dtype)
+        narrow = wide.astype(h.dtype) if h.dtype == table.dtype else wide  # as `einsum_fp32` multiplies
+        dh = jnp.einsum("BSV,VD->BSD", narrow, table, preferred_element_type=narrow.dtype).astype(h.dtype)
         summed = tuple(varying_axes(dh) - varying_axes(h))  # the table may be split over tensor
         dh = lax.psum(dh, summed) if summed else dh
         # In fp32, as it is added: XLA:GPU then adds it inside the product, and writes and reads nothing in between.

@@ -40,7 +40,7 @@ WIDEST = primitives(
     round is_finite eq ne lt le gt ge argmax argmin cummax cummin reduce_window_max broadcast_in_dim reshape
     transpose squeeze expand_dims rev pad copy copy_p slice dynamic_slice dynamic_update_slice gather concatenate
     select_n split stop_gradient optimization_barrier name convert_element_type reduce_precision pvary pcast
-    all_gather all_gather_invariant all_to_all ppermute
+    layout_constraint all_gather all_gather_invariant all_to_all ppermute
     """
 )
 IN_PLACE = ("jit", "closed_call")

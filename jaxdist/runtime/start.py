@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.config.checks import check_layout, with_default_remat
+from jaxdist.config.checks import check_layout
 from jaxdist.config.resolve import GPU_PLUGINS, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
@@ -105,8 +105,7 @@ def _greet(devices: DevicesConfig) -> None:
 
 
 def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any]] = contextlib.nullcontext) -> Config:
-    """Start JAX and its compiler for a configuration, which is returned with the mesh that the devices allow, and with
-    the `memory.remat` that auto is on them.
+    """Start JAX and its compiler for a configuration, which is returned with the mesh that the devices allow.
 
     Raises `UserError` when the mesh does not fit the devices, or they cannot multiply in the precision; `MissingPeers`
     when processes of the job do not come.
@@ -129,7 +128,6 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
         config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
         set_options(config, jax.default_backend())
         set_up(config.devices.compilation_cache, jax.default_backend())
-        config = with_default_remat(config, gpu=jax.default_backend() == "gpu")
         check_layout(config)
         check_float8(POLICIES[config.precision.policy], jax.devices())
         return config

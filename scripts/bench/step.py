@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.checks import default_remat
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
@@ -78,7 +79,7 @@ def check_comparable(config: Config) -> None:
     plain = {
         "model.style": (config.model.style, "gpt2"),
         "precision.policy": (config.precision.policy, "fp32"),
-        "memory.remat": (config.memory.remat, "none"),
+        "memory.remat": (default_remat(config, gpu=False), "none"),
         "model.dropout": (config.model.dropout, 0.0),
         "parallel.microbatches": (config.parallel.microbatches, 1),
     }

@@ -14,6 +14,7 @@ from jaxdist.nn import add_bias
         (((4, 6, 8), (6, 8)), True),  # learned positions
         (((4, 6, 8), (8,)), False),
         (((4, 6, 2, 3, 8), (2, 3, 8)), False),  # of queries, keys and values
+        (((4, 8), (8,)), False),
         (((4,), ()), False),
     ],
 )

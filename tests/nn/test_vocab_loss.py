@@ -104,6 +104,16 @@ def test_the_gradient_of_a_bias_of_the_logits() -> None:
     assert [leaf.dtype for leaf in grads(7)] == [jnp.bfloat16] * 3
 
 
+def test_a_table_in_fp32_keeps_its_gradient_in_fp32() -> None:
+    """With `precision.keep_fp32` of the head: as whole logits do, nothing is rounded to the type of h."""
+    rng = np.random.default_rng(3)
+    h, table = jnp.asarray(rng.normal(size=(2, 40, 16)), jnp.bfloat16), jnp.asarray(rng.normal(size=(50, 16)))
+    targets, weights = jnp.asarray(rng.integers(0, 50, (2, 40)), jnp.int32), jnp.ones((2, 40))
+    got, want = (gradients(chunk, h, table.astype(jnp.float32), targets, weights)[1] for chunk in (10, 0))
+    assert [leaf.dtype for leaf in got] == [jnp.bfloat16, jnp.float32]
+    assert oracle.error(got[1], want[1]) < 1e-6
+
+
 def test_no_product_is_computed_twice() -> None:
     """Three matrix products of the vocabulary's size where the loss is differentiated, one where it is not."""
     h, table = jax.ShapeDtypeStruct((2, 64, 32), jnp.float32), jax.ShapeDtypeStruct((512, 32), jnp.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxdist.config.checks import with_default_remat
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import count_hosts, host_of
@@ -40,6 +41,7 @@ def calibrate(
     measured: the machine and the time.
     """
     began, load = time.time(), os.getloadavg()[0]
+    config = with_default_remat(config, gpu=jax.default_backend() == "gpu")
     devices, hosts = jax.devices(), count_hosts()
     of_hosts = devices_by_host(devices)
     compute, optimizer = measure_blocks(config, shapes_of(config, len(devices)), progress=progress)

@@ -229,6 +229,6 @@ def plan_to_json(planned: Planned, config: Config) -> dict[str, Any]:
 def with_network(rates: Rates, network: float | None, latency: float | None) -> Rates:
     """The rates, with a user's own, where given. network: GB/s sent. latency: microseconds."""
     return rates._replace(
-        network=rates.network if network is None else network * 1e9,
+        network=network * 1e9 if network else rates.network,
         latency=rates.latency if latency is None else latency * 1e-6,
     )

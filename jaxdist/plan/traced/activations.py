@@ -32,7 +32,16 @@ CARRIED = {
     RECEIVED: (BETWEEN_STAGES, "received from a neighbouring stage"),
 }
 # Primitives whose result is their operand: the compiled program has no second array for it.
-PASSING = ("name", "device_put", "stop_gradient", "pvary", "pcast", "reduce_precision", "optimization_barrier")
+PASSING = (
+    "name",
+    "device_put",
+    "stop_gradient",
+    "pvary",
+    "pcast",
+    "reduce_precision",
+    "optimization_barrier",
+    "layout_constraint",
+)
 
 
 class SavedArray(NamedTuple):

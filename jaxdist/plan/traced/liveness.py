@@ -22,7 +22,9 @@ from jaxdist.state import TrainState
 from jaxdist.train_step import TrainStep
 
 # The same array under another name or shape.
-_SAME = primitives("reshape squeeze expand_dims transpose name optimization_barrier copy copy_p pvary pcast")
+_SAME = primitives(
+    "reshape squeeze expand_dims transpose name optimization_barrier copy copy_p layout_constraint pvary pcast"
+)
 # Nothing is fused into these.
 _WHOLE = primitives(
     """

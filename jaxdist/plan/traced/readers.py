@@ -21,7 +21,7 @@ _MOVES = primitives(
     """
     convert_element_type reduce_precision reshape transpose squeeze expand_dims broadcast_in_dim rev copy copy_p slice
     dynamic_slice dynamic_update_slice concatenate pad split device_put optimization_barrier name stop_gradient pvary
-    pcast all_gather all_gather_invariant all_to_all ppermute
+    pcast layout_constraint all_gather all_gather_invariant all_to_all ppermute
     """
 )
 

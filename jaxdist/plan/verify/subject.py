@@ -26,7 +26,7 @@ NO_ROUNDING = primitives(
     broadcast_in_dim reshape transpose squeeze expand_dims rev pad copy copy_p slice dynamic_slice dynamic_update_slice
     gather concatenate select_n split stop_gradient optimization_barrier name pvary pcast all_gather ppermute
     neg abs sign max min clamp reduce_max reduce_min cummax cummin sort top_k iota floor ceil round bitcast_convert_type
-    scatter scatter-min scatter-max real imag complex conj
+    scatter scatter-min scatter-max real imag complex conj layout_constraint
     """
 )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from jaxdist.config.checks import with_default_remat
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -34,6 +35,7 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     from jaxdist.plan.remedies.text import remedies_text
 
     said = f"out of memory: {reason.splitlines()[0]}"
+    config = with_default_remat(config, gpu=jax.default_backend() == "gpu")
     try:
         check_windows(config)
     except UserError as error:  # shapes are in the data: nothing more can be said

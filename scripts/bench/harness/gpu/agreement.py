@@ -34,7 +34,14 @@ words = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.pa
 digest = hashlib.sha256(words).hexdigest()
 print("@@" + json.dumps({"steps": found, "parameters": digest, "attention": parts.attention[0]}))
 """
-ONE = ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "devices.simulated=1", "optimizer.warmup_steps=0")
+ONE = (
+    "mesh.data=1",
+    "mesh.fsdp=1",
+    "mesh.tensor=1",
+    "devices.simulated=1",
+    "optimizer.warmup_steps=0",
+    "memory.remat=none",
+)
 CPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 AT_ONCE = 6  # processes
 
