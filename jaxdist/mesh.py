@@ -124,6 +124,12 @@ def on_cpu(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
+def traced_for_gpus() -> bool:
+    """Whether what is traced now, inside `shard_map`, is for GPUs, as far as its mesh has devices or describes them."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return described is not None and described.platform in ("gpu", "cuda")
+
+
 def host_of(device: jax.Device) -> int:
     """The number of a device's host. Of GPUs, JAX finds it by boot ids (`slice_index`), or is given one for a rack that
     NVLink joins (`jax.distributed.initialize(partition_index=)`). Of CPUs, each process is taken for a host."""

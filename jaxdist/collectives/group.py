@@ -12,7 +12,7 @@ from jaxdist.collectives.cost import LINKS, Link
 from jaxdist.collectives.transpose import linear
 from jaxdist.collectives.varying import active_axes, to_varying
 from jaxdist.errors import UserError
-from jaxdist.mesh import count_hosts
+from jaxdist.mesh import count_hosts, traced_for_gpus
 
 Array = jax.Array
 Axes = str | tuple[str, ...]
@@ -120,9 +120,7 @@ class Group:
 
 def default_link() -> Link:
     """The link that the platform and the number of hosts suggest. `make_link` makes others."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    on_gpu = device is not None and device.platform != "cpu"
-    near, far = ("nvlink", "infiniband") if on_gpu else ("local", "tcp")
+    near, far = ("nvlink", "infiniband") if traced_for_gpus() else ("local", "tcp")
     return LINKS[far if count_hosts() > 1 else near]
 
 

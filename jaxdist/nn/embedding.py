@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank, to_varying, varying_axes
+from jaxdist.mesh import traced_for_gpus
 from jaxdist.nn.context.positions import own_context
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.nn.param import normal, zeros
@@ -144,9 +145,11 @@ def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Arr
     peak = pmax(lax.stop_gradient(logits_BSV.max(axis=-1)), "tensor")
     total = psum(jnp.exp(logits_BSV - peak[..., None]).sum(axis=-1), "tensor")
     local, here, elsewhere = _local_ids(targets_BS, logits_BSV.shape[-1], logits_BSV.dtype)
-    mine = _logit_of(
-        logits_BSV.shape[-1], *to_varying((logits_BSV, local), varying_axes(logits_BSV) | varying_axes(local))
-    )
+    if traced_for_gpus():
+        axes = varying_axes(logits_BSV) | varying_axes(local)
+        mine = _logit_of(logits_BSV.shape[-1], *to_varying((logits_BSV, local), axes))
+    else:  # XLA:CPU would hold one more array as large as the logits
+        mine = jnp.take_along_axis(logits_BSV, local[..., None], axis=-1)[..., 0]
     target = psum(jnp.where(here, mine, jnp.zeros((), mine.dtype)), "tensor")
     return jnp.log(total) + peak - target + elsewhere
 

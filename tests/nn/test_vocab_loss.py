@@ -77,8 +77,17 @@ def test_the_gradient_of_the_table_is_summed_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 16])
-def test_no_gradient_is_scattered(chunk: int) -> None:
-    """A scatter into the gradient of all logits is a kernel of its own on GPUs."""
+def test_no_gradient_is_scattered_on_gpus(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scatter into the gradient of all logits is a kernel of its own there. Both ways have the same gradients."""
+    rng = np.random.default_rng(4)
+    given = (
+        jnp.asarray(rng.normal(size=(2, 64, 32)), jnp.float32),
+        jnp.asarray(rng.normal(size=(512, 32)), jnp.float32),
+    )
+    rest = jnp.asarray(rng.integers(0, 512, (2, 64)), jnp.int32), jnp.ones((2, 64))
+    scattered = gradients(chunk, *given, *rest)
+    monkeypatch.setattr("jaxdist.nn.embedding.traced_for_gpus", lambda: True)
+    assert oracle.error(gradients(chunk, *given, *rest)[1], scattered[1]) < 1e-6
     h, table = jnp.ones((2, 64, 32)), jnp.ones((512, 32))
     text = str(jax.make_jaxpr(lambda: gradients(chunk, h, table, jnp.zeros((2, 64), jnp.int32), jnp.ones((2, 64))))())
     assert "dot_general" in text and "scatter" not in text
