@@ -127,7 +127,7 @@ def on_cpu(mesh: AnyMesh) -> bool:
 def traced_for_gpus() -> bool:
     """Whether what is traced now, inside `shard_map`, is for GPUs, as far as its mesh has devices or describes them."""
     described = jax.sharding.get_abstract_mesh().abstract_device
-    return described is not None and described.platform in ("gpu", "cuda")
+    return described is not None and described.platform != "cpu"
 
 
 def host_of(device: jax.Device) -> int:

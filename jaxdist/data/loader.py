@@ -93,6 +93,7 @@ class ShuffledWindows:
         return found
 
     def _starts(self, k: np.ndarray) -> np.ndarray:
+        """The first positions of the windows of samples `k`, computed."""
         epochs, index = np.divmod(k, self.count)
         starts = np.empty_like(k)
         for epoch in np.unique(epochs):  # one, or two at an epoch's end, unless the batch is larger than the text

@@ -22,10 +22,21 @@ from jaxdist.precision.policy import POLICIES
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "model.layers=8", "model.width=1024", "model.heads=8", "model.vocab=8192", "model.attention=xla",
-    "data.seq_len=512", "data.global_batch=32", "mesh.data=1", "mesh.tensor=1", "mesh.fsdp=8", "precision.policy=bf16",
-    "precision.reduce_dtype=bfloat16", "memory.remat=full", "optimizer.name=adamw",
-)  # fmt: skip
+    "model.layers=8",
+    "model.width=1024",
+    "model.heads=8",
+    "model.vocab=8192",
+    "model.attention=xla",
+    "data.seq_len=512",
+    "data.global_batch=32",
+    "mesh.data=1",
+    "mesh.tensor=1",
+    "mesh.fsdp=8",
+    "precision.policy=bf16",
+    "precision.reduce_dtype=bfloat16",
+    "memory.remat=full",
+    "optimizer.name=adamw",
+)
 
 
 def why_not() -> str | None:

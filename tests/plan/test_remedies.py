@@ -32,8 +32,18 @@ from jaxdist.trainer.failures import out_of_memory
 from jaxdist.trainer.train import train
 
 ROOT = Path(__file__).parents[2]
-TINY = ("model.layers=2", "model.width=16", "model.heads=2", "data.seq_len=16", "data.global_batch=8", "mesh.data=1",
-        "mesh.fsdp=2", "mesh.tensor=1", "optimizer.name=sgd", "parallel.min_shard_bytes=0")  # fmt: skip
+TINY = (
+    "model.layers=2",
+    "model.width=16",
+    "model.heads=2",
+    "data.seq_len=16",
+    "data.global_batch=8",
+    "mesh.data=1",
+    "mesh.fsdp=2",
+    "mesh.tensor=1",
+    "optimizer.name=sgd",
+    "parallel.min_shard_bytes=0",
+)
 PEAK = "peak, compiled (state, batch and temporary)"
 NOW = StepCost(Footprint(arguments=900, outputs=900, aliased=900, temporary=100, host=0), flops=100.0, wire_bytes=0.0)
 OOM = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.\nmore lines"

@@ -42,6 +42,8 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
 
 
 def _prefetching(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool]:
+    """The options for a program that prefetches blocks."""
+
     def gathered(leaf: Any) -> int:  # elements, of one block; parameters that are no shards do not travel
         own = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
         shard = shard_of(leaf.sharding.spec)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.jaxpr.source import source_of
-from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, scan_of
+from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, primitives, scan_of
 from jaxdist.parallel.pipeline.relay import CROSSING, KEPT, LATE, RECEIVED
 from jaxdist.plan.traced.origin import phase_of, scope_of
 from jaxdist.plan.traced.program import traced_program
@@ -32,15 +32,8 @@ CARRIED = {
     RECEIVED: (BETWEEN_STAGES, "received from a neighbouring stage"),
 }
 # Primitives whose result is their operand: the compiled program has no second array for it.
-PASSING = (
-    "name",
-    "device_put",
-    "stop_gradient",
-    "pvary",
-    "pcast",
-    "reduce_precision",
-    "optimization_barrier",
-    "layout_constraint",
+PASSING = primitives(
+    "name device_put stop_gradient pvary pcast reduce_precision optimization_barrier layout_constraint"
 )
 
 
