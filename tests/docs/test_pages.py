@@ -4,10 +4,10 @@ README is short."""
 import ast
 import importlib
 import io
+import itertools
 import re
 from contextlib import nullcontext, redirect_stdout, suppress
 from functools import cache
-from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 
@@ -121,7 +121,7 @@ def check_command(words: list[str]) -> None:
         assert words[:3] == ["python", "-m", "pip"], words
         return
     assert name in COMMANDS, words
-    own = [*takewhile(lambda word: word != "--", rest)]
+    own = [*itertools.takewhile(lambda word: word != "--", rest)]
     said = options(name)
     assert all(re.search(rf"(?<![\w-]){word}\b", said) for word in own if word.startswith("-")), (own, said)
     if name == "train" and "--list" not in own:
@@ -245,6 +245,14 @@ def test_links_lead_somewhere(page: str) -> None:
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             wrong.append(link)
     assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_headings_skip_no_level(page: str) -> None:
+    """The site does not build from a page that has a heading of level 3 right below one of level 1."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_readme_is_short() -> None:
