@@ -2,7 +2,7 @@
 
 import fnmatch
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ def make_model(
     changed = {key: value for key, value in chosen.items() if hasattr(config.model, key)}
     name, options = config.model.name, config.model.replace(**changed)
     given: dict[str, Any] = {"max_length": config.data.seq_len, "param_dtype": precision.param}
-    build = registry.load("jaxdist.models", name, key="model.name")
+    build = builder_of(config)
     asked = {"fp8": ("precision.policy: 'fp8'", "a policy without float8, such as bf16")} if precision.fp8 else {}
     if (lora := config.optimizer.lora).rank:
         asked["lora"] = (f"optimizer.lora.rank: {lora.rank}", "0; or a builder that passes lora on to model_def")
@@ -140,13 +140,8 @@ def make_model(
     form = form_of(config)
     if form is not None:
         asked["context"] = (f"mesh.context: {config.mesh.context}", "1")
-    try:
-        known: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
-    except (TypeError, ValueError):  # it is no function, or has no signature: `make` refuses it
-        known = {}
-    takes_any = not known or any(each.kind is each.VAR_KEYWORD for each in known.values())
     for key, (setting, allowed) in asked.items():
-        if not takes_any and key not in known:  # a model of somebody else's need not know of it
+        if not takes_option(build, key):  # a model of somebody else's need not know of it
             raise UserError(
                 f"{setting} needs a model that takes the option {key}, and model.name"
                 f" {name!r} takes no such option; allowed: {allowed}"
@@ -161,6 +156,21 @@ def make_model(
     if isinstance(model, ModuleLoss):
         return model if training else model.evaluation or model
     return arrange(model, stages=stages, chunks=config.parallel.chunks, blocks=config.parallel.stages)
+
+
+def builder_of(config: Config) -> Callable[..., Any]:
+    """The function that makes the model of a configuration."""
+    found: Callable[..., Any] = registry.load("jaxdist.models", config.model.name, key="model.name")
+    return found
+
+
+def takes_option(build: Callable[..., Any], key: str) -> bool:
+    """Whether the builder of a model takes an option."""
+    try:
+        known: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
+    except (TypeError, ValueError):  # it is no function, or has no signature: `registry.make` refuses it
+        known = {}
+    return not known or key in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
 
 
 def form_of(config: Config) -> str | None:

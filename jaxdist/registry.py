@@ -37,7 +37,13 @@ def folder_of(package: str) -> Path:
 
 def names(package: str) -> list[str]:
     """Names of the entries in a folder such as "jaxdist.parallel.strategies", sorted. Imports none of them."""
-    return sorted(file.stem for file in folder_of(package).glob("*.py") if not file.stem.startswith("_"))
+    return [*_names(package)]
+
+
+@functools.cache
+def _names(package: str) -> tuple[str, ...]:
+    """As `names`; each folder is read once."""
+    return tuple(sorted(file.stem for file in folder_of(package).glob("*.py") if not file.stem.startswith("_")))
 
 
 @contextlib.contextmanager

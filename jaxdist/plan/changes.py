@@ -65,13 +65,18 @@ REMEDIES: tuple[tuple[str, Callable[[Config], Overrides]], ...] = (
 def changed(config: Config, overrides: Overrides) -> Config:
     """The configuration with these values; not checked."""
 
-    def put(section: Any, keys: Sequence[str], value: Any) -> Any:
-        inner = value if len(keys) == 1 else put(getattr(section, keys[0]), keys[1:], value)
-        return replace(section, **{keys[0]: inner})
+    def put(section: Any, values: Overrides) -> Any:
+        inner: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
+        deeper: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            if "." in key:
+                name, _, rest = key.partition(".")
+                deeper.setdefault(name, {})[rest] = value
+        own = {name: put(inner.get(name, getattr(section, name)), each) for name, each in deeper.items()}
+        return replace(section, **inner | own)
 
-    for dotted, value in overrides.items():
-        config = put(config, dotted.split("."), value)
-    return config
+    found: Config = put(config, overrides)
+    return found
 
 
 def typed(key: str, value: Any) -> str:

@@ -16,6 +16,8 @@ from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.plan.closed.leaves import Known, planned_mesh
 from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, MARGIN, PEAK, memory_of
+from jaxdist.plan.closed.memory.unit_traces import ROWS, UnitTraces
+from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.plan.explain import (
     COMPILED_PEAK,
@@ -127,6 +129,27 @@ def test_the_peak_is_near_the_traced_estimate(case: str) -> None:
     for _ in range(100):
         memory_of(config, known)
     assert time.process_time() - began < 100 * 0.001  # 0.2 ms each on a quiet machine
+
+
+@pytest.mark.parametrize("case", ["zero_bubble, dots", "zero3, full"])
+def test_one_trace_tells_the_bytes_of_all_rows_and_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of a trace with so many rows, and so many blocks."""
+    config = configured(*LIKE_TRACED[case])
+    found, by_prime, numbers = units_of(config, Known()), UnitTraces._at, list[int]()
+    trace = UnitTraces._trace
+
+    def one_by_one(self: Any, read: Any, counts: tuple[int, ...], *, each: bool = False) -> Any:
+        numbers.extend(counts)
+        of_counts = [by_prime(self, read, (count,), each=True) for count in counts]
+        return {what: [of[what][0] for of in of_counts] for what in of_counts[0]}
+
+    def exactly(self: Any, read: Any, rows: int, blocks: int, measures: Any) -> Any:
+        ((_, count),) = measures[0].numbers
+        return trace(self, read, rows, count, measures)
+
+    monkeypatch.setattr(UnitTraces, "_at", one_by_one)
+    monkeypatch.setattr(UnitTraces, "_trace", exactly)
+    assert units_of(config, Known()) == found and {2, 4} <= {*numbers} | {*ROWS}
 
 
 def test_a_loss_without_blocks_is_traced_whole() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.closed.sent import Transfer, rounds
 from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.search import choose
-from jaxdist.plan.search.choose import Predicted, search, tie_of
+from jaxdist.plan.search.choose import Predicted, predict_families, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import others
 from jaxdist.plan.search.result import LayoutPlan, argue, layout_named, layout_plan_to_json, plan_layout, write_plan
@@ -131,6 +132,36 @@ def test_what_a_search_leaves_out_is_no_faster(
             continue
         every = search(config, small, KNOWN, among=family)
         assert (found.fitting[:1] or [None])[0] == (every.fitting[:1] or [None])[0]
+
+
+def test_a_second_process_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, alone = tiny(), search(tiny(), cluster(), KNOWN)
+    monkeypatch.setattr(choose, "WORTH_A_PROCESS", 1)
+    known, told = Known(), list[str]()
+    both = search(config, cluster(), known, progress=told.append)
+    assert both._replace(took=0.0) == alone._replace(took=0.0)
+    others = [each for each in KNOWN.traced() if each not in known.traced()]
+    assert known.traced() and not [each for each in others if each[0] != "work"]  # and tells what it has traced
+    monkeypatch.setattr(choose, "predict_families", _ends_the_process)
+    monkeypatch.setenv("FIRST_PROCESS", str(os.getpid()))
+    assert search(config, cluster(), Known())._replace(took=0.0) == alone._replace(took=0.0)
+
+
+def _ends_the_process(*given: Any) -> Any:
+    """A second process that is killed; what it was to do is then done by the first one."""
+    if os.environ["FIRST_PROCESS"] != str(os.getpid()):
+        os._exit(9)
+    return predict_families(*given)
+
+
+def test_a_model_without_sequence_parallelism() -> None:
+    """Once a ViT that is split over `tensor` was asked for it, and its plan ended with the refusal."""
+    digits = load_config(ROOT / "configs" / "vit_digits.yaml", planned=True)
+    families = [each for family in layouts(digits, 2, per_host=8) for each in family]
+    assert any(each.values["mesh.tensor"] == 2 for each in families)
+    assert not any(each.values["parallel.sequence_parallel"] for each in families)
+    families = [each for family in layouts(tiny(), 2, per_host=8) for each in family]
+    assert {each.values["parallel.sequence_parallel"] for each in families} == {False, True}
 
 
 def test_seconds_by_hand() -> None:

@@ -17,9 +17,11 @@ from jaxdist.model import ModelDef
 from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.pipeline.run import run_ticks
+from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.plan.closed.leaves import Known, model_key, planned_mesh
-from jaxdist.plan.closed.microbatch import PRIME_ROWS, Microbatch, trace_microbatch
+from jaxdist.plan.closed.microbatch import PRIME_ROWS, Microbatch, in_a_stage, one_tick, trace_microbatch
 from jaxdist.plan.closed.shares import Share
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.precision.policy import precision_of
@@ -152,10 +154,13 @@ def _traced(
     model = model._replace(shapes={**model.shapes, STACKED: blocks}, layers=form.rows, stages=stages)
     mesh = planned_mesh(config)
     trace = functools.partial(trace_microbatch, model, options, mesh, batch_of(config, mesh))
-    if not form.halves:
-        return [(trace(places=0 if form.pipeline else None), False)]
-    both = trace(places=1)
+    if not form.pipeline:
+        return [(trace(accumulate), False)]
     if not form.masked:
-        return [(both, False)]
-    second = trace(places=2).minus(both)
+        return [(trace(functools.partial(in_a_stage, halves=form.halves)), False)]
+    ticks = [functools.partial(run_ticks, one_tick(places)) for places in range(3)]
+    if not form.halves:
+        return [(trace(ticks[0]), False)]
+    both = trace(ticks[1])
+    second = trace(ticks[2]).minus(both)
     return [(both.minus(second), False), (second, True)]

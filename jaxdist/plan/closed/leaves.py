@@ -39,6 +39,9 @@ class Leaf(NamedTuple):
         return self.nbytes // self.shape.dtype.itemsize
 
 
+_TRACED = ("units", "microbatch", "work")  # kinds of results, the first words of their keys
+
+
 class Known:
     """What is known of the candidates of one search: results by the keys that they depend on, each made once.
 
@@ -53,6 +56,14 @@ class Known:
         if key not in self._found:
             self._found[key] = make()
         return self._found[key]
+
+    def traced(self) -> dict[tuple[Any, ...], Any]:
+        """The results that took a trace, and that another process can read."""
+        return {key: each for key, each in self._found.items() if key[0] in _TRACED}
+
+    def learn(self, found: dict[tuple[Any, ...], Any]) -> None:
+        """Take over what another process has traced."""
+        self._found |= found
 
     def model(self, config: Config) -> Any:
         """The model of a configuration for training (`jaxdist.build.make_model`)."""

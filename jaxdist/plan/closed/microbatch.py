@@ -7,7 +7,6 @@ then affine in the rows of a microbatch; those of a parameter are so many times 
 Any `ModelDef` can be traced so, of somebody else's too.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,16 +19,17 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import to_varying
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import Reached, outermost, reached
-from jaxdist.jaxpr.evaluate import without_dead_code
+from jaxdist.jaxpr.evaluate import trimmed, without_dead_code
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.model import ModelDef
+from jaxdist.parallel.blocks.layers import at
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.microbatch import sample_keys, with_seed
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.pipeline.run import run_ticks
+from jaxdist.parallel.pipeline.relay import BACKWARD, FORWARD, blocks_of_chunk
 from jaxdist.parallel.pipeline.table import Ticks
 from jaxdist.parallel.program import program_and_region
-from jaxdist.parallel.schedule import EMBED, Program
+from jaxdist.parallel.schedule import EMBED, Program, seeded_loss
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.plan.traced.ledger import GRADIENT, OP_OF_PRIMITIVE, meaning_of
 from jaxdist.specs import (
@@ -112,6 +112,37 @@ class Microbatch(NamedTuple):
         return Microbatch(tuple(parameters), tuple(activations), self.h)
 
 
+def in_a_stage(
+    program: Program, diff: PyTree, captured: PyTree, microbatches: PyTree, *, seed: Any, halves: bool, **_: Any
+) -> Any:
+    """The work of one stage for one microbatch, as `run_ticks` does it, but without ticks, slots and conditions.
+
+    halves: whether the backward pass of the blocks is in two, B and W.
+    """
+    assert program.stages is not None
+    stages, batch, units = program.stages, at(microbatches, 0), program.stages.head_units
+    blocks: Any = stages.blocks
+    rows = blocks_of_chunk(diff[STACKED], captured[STACKED], 0, chunks=1, counts=stages.counts)
+
+    def embed(unit: PyTree) -> jax.Array:
+        found: jax.Array = stages.embed(unit, captured[EMBED], batch)
+        return found
+
+    def head(units: PyTree, h: jax.Array) -> Any:
+        loss, weight = stages.head(diff | units, captured, h, batch)
+        return seeded_loss(loss, seed), (loss, weight)
+
+    with jax.named_scope(FORWARD):
+        h, saved = blocks.forward(rows, embed(diff[EMBED]), stages.read_by_blocks(batch))
+        (of_head, dh), sums = jax.grad(head, argnums=(0, 1), has_aux=True)({name: diff[name] for name in units}, h)
+    with jax.named_scope(BACKWARD):
+        of_blocks, dh_first = (blocks.backward_input if halves else blocks.backward)(rows, saved, dh)
+        (of_embed,) = trimmed(lambda dh: jax.vjp(embed, diff[EMBED])[1](dh), dh_first)
+        if halves:
+            of_blocks = blocks.backward_weights(rows, saved, of_blocks, dh)
+    return sums, of_head, of_blocks, of_embed
+
+
 def one_tick(places: int) -> Callable[[int, int, int], Ticks]:
     """The table of one stage and one microbatch: F, B and, with places, W in one tick."""
     work = np.zeros((1, 1, 2), np.int32)
@@ -120,20 +151,19 @@ def one_tick(places: int) -> Callable[[int, int, int], Ticks]:
 
 
 def trace_microbatch(
-    model: ModelDef, options: StepOptions, mesh: AnyMesh, batch: PyTree, *, places: int | None = None
+    model: ModelDef, options: StepOptions, mesh: AnyMesh, batch: PyTree, run: Callable[..., Any]
 ) -> Microbatch:
     """What a microbatch sends.
 
     options: of the step. mesh: of the layers' axes, with one stage.
     batch: ShapeDtypeStructs of the rows of all devices.
-    places: of gradients of parameters in a tick of a pipeline, 0 where its backward pass is whole; None: no pipeline.
+    run: `accumulate`, or for a pipeline `in_a_stage`, or `run_ticks` with a table of `one_tick`.
     """
     strategy = get_strategy(options)
     specs = map_specs(lambda spec: without_idle(spec, mesh), strategy.place(model.shapes, model.specs, mesh))
     program, region_of = program_and_region(model, strategy, specs, mesh, options)
     axes, between = tuple(str(axis) for axis in mesh.axis_names if mesh.shape[axis] > 1), list[Any]()
-    run = accumulate if places is None else functools.partial(run_ticks, one_tick(places))
-    program = program if places is None else _marked(program, between)
+    program = program if run is accumulate else _marked(program, between)
 
     def region(params: PyTree, batch: PyTree) -> PyTree:
         keys = sample_keys(0, jnp.int32(0), jax.tree.leaves(batch)[0].shape[0])

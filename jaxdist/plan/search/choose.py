@@ -1,10 +1,13 @@
 """The choice of a layout: every candidate predicted in closed form, the best ones traced, the finalists compiled."""
 
+import contextlib
+import gc
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config
@@ -18,8 +21,10 @@ from jaxdist.plan.closed.sent import bytes_by_axes
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.seconds import Seconds, seconds_of
 from jaxdist.plan.search.space import Layout, checked, kind_of_layout, layouts, with_prefetch
+from jaxdist.plan.search.worker import Worker
 
 ROOM = 2.2  # candidates that need up to so many times the memory are predicted too: for "with twice the memory"
+WORTH_A_PROCESS = 3000  # candidates from which on a second process is started, which takes seconds
 MOST_OF_A_KIND = 12  # candidates that are kept with all figures, of those with the same axes and strategy
 
 
@@ -83,36 +88,129 @@ def search(
     known, began = known or Known(), time.perf_counter()
     fitting, tight = list[Predicted](), list[Predicted]()
     refused, examples, considered, nearest = Counter[str](), dict[str, Layout](), 0, None
-    families = (
-        layouts(config, cluster.devices, per_host=cluster.per_host) if among is None else ([each] for each in among)
-    )
-    for number, family in enumerate(families, start=1):
-        considered += len(family)
-        seen, fit = dict[object, int](), list[tuple[int, int, int]]()  # modes of remat in their order; members that fit
-        for layout in family:
-            own = _savings(layout, seen)
-            if any(_slower(own, other, in_turn=_in_turn(layout)) for other in fit):
-                continue
-            found = checked(config, layout, gpu=cluster.gpu)
-            if isinstance(found, str):
-                refused[_kind(found)] += 1
-                examples.setdefault(_kind(found), layout)
-                continue
-            candidate = predicted(layout, found, cluster, known)
-            nearest = candidate if nearest is None or candidate.peak < nearest.peak else nearest
-            if candidate.peak > ROOM * cluster.memory:
-                continue
-            fits = candidate.peak <= cluster.memory
-            (fitting if fits else tight).append(candidate)
-            if fits and cluster.measured is None:  # where time follows FLOPs and bytes
-                fit.append(own)
-        if number % 20 == 0:
-            progress(f"{considered:,} layouts, {len(fitting):,} fit so far, {time.perf_counter() - began:.0f} s")
+    if among is None:
+        families = [*layouts(config, cluster.devices, per_host=cluster.per_host)]
+        predictions = _of_families(config, cluster, known, families, progress)
+    else:
+        predictions = [_family(config, cluster, known, [each]) for each in among]
+    for found in predictions:
+        considered += found.considered
+        fitting += found.fitting
+        tight += found.tight
+        for reason, layout in found.refused:
+            refused[reason] += 1
+            examples.setdefault(reason, layout)
+        if found.nearest is not None and (nearest is None or found.nearest.peak < nearest.peak):
+            nearest = found.nearest
     if nearest is None:
         reasons = "; ".join(refused) or "its parts divide into no mesh of that many devices"
         raise UserError(f"plan: no layout of {cluster.devices} devices is allowed: {reasons}")
     fitting, tight = _first_of_each_kind(by_seconds(fitting)), _first_of_each_kind(by_seconds(tight))
     return Search(cluster, fitting, tight, nearest, refused, examples, considered, took=time.perf_counter() - began)
+
+
+class Family(NamedTuple):
+    """What was found of the members of a family of layouts (`layouts`).
+
+    fitting, tight: as of `Search`. nearest: the one that needs least memory. refused: (reason, layout).
+    """
+
+    fitting: list[Predicted]
+    tight: list[Predicted]
+    nearest: Predicted | None
+    refused: list[tuple[str, Layout]]
+    considered: int
+
+
+def _of_families(
+    config: Config, cluster: PlanCluster, known: Known, families: list[list[Layout]], progress: Callable[[str], None]
+) -> list[Family]:
+    """What is found of each family: half of it by a second process, if that is worth its start."""
+    here, there = _halves(config, families)
+    worker = Worker(predict_families, config, cluster, [families[number] for number in there]) if there else None
+    began, beside, done, fit = time.perf_counter(), sum(len(families[number]) for number in there), 0, 0
+    told = f", {beside:,} others in a second process" if there else ""
+    found = dict[int, Family]()
+    try:
+        with _without_collection():
+            for place, number in enumerate(here, start=1):
+                found[number] = _family(config, cluster, known, families[number])
+                done, fit = done + len(families[number]), fit + len(found[number].fitting)
+                if place % 20 == 0:
+                    progress(f"{done:,} layouts, {fit:,} fit so far{told}, {time.perf_counter() - began:.0f} s")
+        if worker is not None:
+            others, traced = worker.result()
+            found |= zip(there, others, strict=True)
+            known.learn(traced)
+    finally:
+        if worker is not None:
+            worker.stop()
+    return [found[number] for number in range(len(families))]
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """A context without garbage collection: traces make millions of objects that are kept, and a sixth of the time
+    would go into looking at them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _halves(config: Config, families: list[list[Layout]]) -> tuple[list[int], list[int]]:
+    """The numbers of the families that are predicted here, and in a second process.
+
+    Families with the same axes of layers need the same traces, and stay together.
+    """
+    everything = [*range(len(families))]
+    of_ones_own = "." in config.model.name  # a module that may lie anywhere
+    if sum(map(len, families)) < WORTH_A_PROCESS or of_ones_own or len(os.sched_getaffinity(0)) < 2:
+        return everything, []
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, family in enumerate(families):
+        values = family[0].values
+        groups.setdefault(tuple(values[f"mesh.{axis}"] for axis in ("expert", "context", "tensor")), []).append(number)
+    here, there = list[int](), list[int]()
+    for group in sorted(groups.values(), key=len, reverse=True):
+        (here if len(here) <= len(there) else there).extend(group)
+    return here, there
+
+
+def predict_families(
+    config: Config, cluster: PlanCluster, families: list[list[Layout]]
+) -> tuple[list[Family], dict[tuple[Any, ...], Any]]:
+    """(what is found of each family, what was traced for it): the work of a second process."""
+    known = Known()
+    with _without_collection():
+        return [_family(config, cluster, known, family) for family in families], known.traced()
+
+
+def _family(config: Config, cluster: PlanCluster, known: Known, members: list[Layout]) -> Family:
+    """Predict the members of a family, but for those that take more time than another one that fits."""
+    found = Family([], [], None, [], len(members))
+    seen, fit = dict[object, int](), list[tuple[int, int, int]]()  # modes of remat in their order; members that fit
+    for layout in members:
+        own = _savings(layout, seen)
+        if any(_slower(own, other, in_turn=_in_turn(layout)) for other in fit):
+            continue
+        allowed = checked(config, layout, gpu=cluster.gpu)
+        if isinstance(allowed, str):
+            found.refused.append((_kind(allowed), layout))
+            continue
+        candidate = predicted(layout, allowed, cluster, known)
+        if found.nearest is None or candidate.peak < found.nearest.peak:
+            found = found._replace(nearest=candidate)
+        if candidate.peak > ROOM * cluster.memory:
+            continue
+        fits = candidate.peak <= cluster.memory
+        (found.fitting if fits else found.tight).append(candidate)
+        if fits and cluster.measured is None:  # where time follows FLOPs and bytes
+            fit.append(own)
+    return found
 
 
 def _first_of_each_kind(candidates: Iterable[Predicted]) -> list[Predicted]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist import registry
+from jaxdist.build import builder_of, takes_option
 from jaxdist.config.checks import axes_without_layers, check_config, prefetches
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.rules.pipeline import divisors
@@ -100,7 +101,7 @@ def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Lay
     sharded = [name for name in registry.names(StrategyFacts.folder) if StrategyFacts.of(name).sharded]
     needed = devices // math.gcd(devices, config.data.global_batch)
     longest = devices if config.data.seq_len >= LONG_SEQUENCE else max(needed, config.mesh.context)
-    without = axes_without_layers(config)
+    without, splits = axes_without_layers(config), takes_option(builder_of(config), "sequence_parallel")
     for sizes in axis_splits(devices, [axis for axis in AXES if axis not in without]):
         if sizes.get("tensor", 1) > per_host or sizes.get("context", 1) > longest:
             continue
@@ -111,8 +112,7 @@ def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Lay
             values |= {"parallel.strategy": strategy, "parallel.schedule": schedule, "parallel.chunks": chunks}
             values |= {"parallel.prefetch": None}  # where it can be, on GPUs
             values |= {"parallel.stages": config.parallel.stages if sizes.get("pipe", 1) == config.mesh.pipe else ()}
-            split = sizes.get("tensor", 1) > 1 and hasattr(config.model, "heads")
-            values |= {"parallel.sequence_parallel": split}
+            values |= {"parallel.sequence_parallel": splits and sizes.get("tensor", 1) > 1}
             yield _members(config, values, sizes)
 
 

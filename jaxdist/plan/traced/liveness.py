@@ -8,7 +8,7 @@ one. Until then the arrays that it is computed from stay. A `scan` needs its res
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,20 +35,23 @@ _WHOLE = primitives(
 _IN_PLACE = primitives("dynamic_update_slice scatter scatter-add scatter_add")
 # Too dear to be computed again for a second reader.
 _DEAR = primitives("exp exp2 log log1p expm1 tanh logistic erf pow sqrt rsqrt sin cos gather")
+# Bytes of arrays, in each of the sizes that a program is read for: see `peaks_of_sizes`.
+Sizes = tuple[float, ...]
+Measure = Callable[[Any], float]  # type of an array -> its bytes
 
 
 @dataclass(eq=False)
 class _Value:
     """An array of the program, or a number.
 
-    nbytes: on one device
+    nbytes: on one device, in each of the sizes
     own: whether it has an array of its own; otherwise it is computed where it is read
     inside: whether the array is made by the jaxpr that is being read
     dear: whether it gets an array of its own when it is read twice
     roots: the arrays that it is computed from: itself, if it has one of its own
     """
 
-    nbytes: float
+    nbytes: Sizes
     own: bool = True
     inside: bool = True
     dear: bool = False
@@ -58,7 +61,7 @@ class _Value:
         self.roots = frozenset({self}) if self.own else self.roots
 
 
-def _outside(nbytes: float) -> _Value:
+def _outside(nbytes: Sizes) -> _Value:
     return _Value(nbytes, inside=False)
 
 
@@ -68,7 +71,7 @@ class _Operation:
 
     fused: whether its results have no arrays of their own
     whole: whether its operands must have some
-    workspace: bytes that it needs while it runs
+    workspace: bytes that it needs while it runs, in each of the sizes; (): none
     places: pairs (operand, result) that may be one array
     """
 
@@ -76,7 +79,7 @@ class _Operation:
     made: list[_Value]
     fused: bool = False
     whole: bool = True
-    workspace: float = 0
+    workspace: Sizes = ()
     places: Sequence[tuple[_Value, _Value]] = ()
 
 
@@ -85,7 +88,7 @@ class _Event(NamedTuple):
 
     reads: frozenset[_Value]
     made: list[_Value]
-    workspace: float
+    workspace: Sizes
     places: Sequence[tuple[_Value, _Value]] | None
 
 
@@ -98,28 +101,38 @@ def temporary_bytes(step: TrainStep, state: TrainState, batch: PyTree) -> int:
 
 def peak_bytes(jaxpr: Any, sizes: Sequence[int]) -> int:
     """The most bytes that a program holds beside its arguments and results. sizes: of the arguments, on one device."""
-    body = _Body()
-    return round(body.peak(body.read(jaxpr, [_outside(size) for size in sizes])))
+    return peaks_of_sizes(jaxpr, [(float(size),) for size in sizes], (nbytes_of,))[0]
+
+
+def peaks_of_sizes(jaxpr: Any, given: Sequence[Sizes], measures: Sequence[Measure]) -> tuple[int, ...]:
+    """`peak_bytes` of a program that was traced in one size and is read for several, such as numbers of rows.
+
+    given: bytes of the arguments on one device, in each of the sizes.
+    """
+    body = _Body(lambda aval: tuple([each(aval) for each in measures]), len(measures))
+    return tuple(map(round, body.peak(body.read(jaxpr, [_outside(size) for size in given]))))
 
 
 def _on_host(atom: Any) -> bool:
     return bool(atom.aval.memory_space == jax.memory.Space.Host)
 
 
-def _nbytes(aval: Any) -> float:
+def nbytes_of(aval: Any) -> float:
+    """Bytes of an array by its type."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
 
 
 class _Body:
     """A jaxpr that runs from its first to its last operation: the program, a round of a loop, a branch."""
 
-    def __init__(self) -> None:
+    def __init__(self, measure: Callable[[Any], Sizes], sizes: int) -> None:
         self.operations: list[_Operation] = []
+        self.measure, self.sizes = measure, sizes
 
     def read(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
         """Values of the arguments -> values of the results."""
-        constants = [_outside(_nbytes(each.aval)) for each in opened(jaxpr).constvars]
-        return interpret(jaxpr, constants, inputs, self.equation, lambda literal: _outside(_nbytes(literal.aval)))
+        constants = [_outside(self.measure(each.aval)) for each in opened(jaxpr).constvars]
+        return interpret(jaxpr, constants, inputs, self.equation, lambda literal: _outside(self.measure(literal.aval)))
 
     def equation(self, equation: Any, given: list[_Value]) -> list[_Value]:
         """The values of an equation's results."""
@@ -155,22 +168,29 @@ class _Body:
             _outside(each.nbytes) if _on_host(x) else each for x, each in zip(equation.outvars, arrived, strict=True)
         ]
 
-    def size(self, equation: Any, given: list[_Value], result: Any) -> float:
+    def size(self, equation: Any, given: list[_Value], result: Any) -> Sizes:
         """Bytes of a result on one device. Outside of `shard_map` types are global: it is split like its operands."""
+        whole, count = self.measure(result.aval), math.prod(result.aval.shape)
         shares = [
-            (value.nbytes / whole, math.prod(atom.aval.shape) == math.prod(result.aval.shape))
+            (self.share(value, atom), math.prod(atom.aval.shape) == count)
             for value, atom in zip(given, equation.invars, strict=True)
-            if atom.aval.shape and (whole := _nbytes(atom.aval))
+            if atom.aval.shape and self.measure(atom.aval)[0]
         ]
         alike = [share for share, same in shares if same] or [share for share, _ in shares]
-        return _nbytes(result.aval) * min(alike, default=1.0)
+        share = min(alike, default=1.0)
+        return whole if share == 1.0 else tuple(each * share for each in whole)
+
+    def share(self, value: _Value, atom: Any) -> float:
+        """The share of an array that one device has."""
+        return value.nbytes[0] / self.measure(atom.aval)[0]
 
     def scan(self, equation: Any, given: list[_Value]) -> list[_Value]:
         """The values of a scan's results: what it carries, and stacked rows."""
-        scan, body = scan_of(equation), _Body()
+        scan, body = scan_of(equation), _Body(self.measure, self.sizes)
         constants, carry, rows = scan.split(given)
         before = [_outside(each.nbytes) for each in carry]
-        own = [_Value(each.nbytes / scan.length, own=False) for each in rows]
+        stacked, one = scan.split(equation.invars)[2], scan.split(opened(scan.body).invars)[2]
+        own = [_Value(self.row(*each), own=False) for each in zip(rows, stacked, one, strict=True)]
         after = body.read(scan.body, [*(_outside(each.nbytes) for each in constants), *before, *own])
         made = [_Value(self.size(equation, given, each)) for each in equation.outvars]
         workspace = body.peak(after[: scan.carried], before=before)
@@ -179,24 +199,32 @@ class _Body:
         self.operations.append(_Operation(given, made, whole=False, workspace=workspace, places=places))
         return made
 
+    def row(self, value: _Value, stacked: Any, one: Any) -> Sizes:
+        """Bytes of one row of a stacked array on one device."""
+        share = self.share(value, stacked) if self.measure(stacked.aval)[0] else 1.0
+        return tuple(each * share for each in self.measure(one.aval))
+
     def condition(self, equation: Any, given: list[_Value]) -> list[_Value]:
         """The values of a condition's results. What a branch only hands on is changed in place by the others."""
-        workspace, passed = 0.0, dict[int, _Value]()
+        needed, passed = list[Sizes](), dict[int, _Value]()
         for branch in equation.params["branches"]:
-            body, inputs = _Body(), [_outside(each.nbytes) for each in given[1:]]
+            body, inputs = _Body(self.measure, self.sizes), [_outside(each.nbytes) for each in given[1:]]
             results = body.read(branch, inputs)
-            workspace = max(workspace, body.peak(results))
+            needed.append(body.peak(results))
             handed = {id(mine): each for mine, each in zip(inputs, given[1:], strict=True)}
             passed |= {i: handed[id(each)] for i, each in enumerate(results) if id(each) in handed}
         made = [
             passed[i] if i in passed and passed[i].own else _Value(self.size(equation, given, each))
             for i, each in enumerate(equation.outvars)
         ]
-        self.operations.append(_Operation(given, made, workspace=workspace))
+        self.operations.append(_Operation(given, made, workspace=tuple(map(max, zip(*needed, strict=True)))))
         return made
 
-    def peak(self, results: Sequence[_Value], *, before: Sequence[_Value] = ()) -> float:
-        """The most bytes at one time. results: written to arrays that are there already, in place of `before`."""
+    def peak(self, results: Sequence[_Value], *, before: Sequence[_Value] = ()) -> Sizes:
+        """The most bytes at one time, in each of the sizes.
+
+        results: written to arrays that are there already, in place of `before`.
+        """
         events = self.events(frozenset(results))
         first, last, free = dict[_Value, int](), dict[_Value, int](), set(results)
         for i, each in enumerate(events):
@@ -210,23 +238,7 @@ class _Body:
                     free.discard(new)  # the old one is still read
                     last[new] = len(events)
 
-        def cost(values: Iterable[_Value]) -> float:
-            return sum(value.nbytes for value in values if value.inside and value not in free)
-
-        live, most, there = 0.0, 0.0, set[_Value]()
-        for i, each in enumerate(events):
-            made = set(each.made) - there
-            dying = {value for value in each.reads & there if last[value] == i}
-            if each.places is None:
-                sizes = {value.nbytes for value in made}
-                shared = min(cost(made), cost(value for value in dying if value.nbytes in sizes))
-            else:
-                shared = cost(b for a, b in each.places if a in dying and a.nbytes == b.nbytes)
-            most = max(most, live + cost(made) - shared + each.workspace)
-            gone = dying | {value for value in made if last.get(value, -1) < i}
-            live += cost(made) - cost(gone)
-            there = (there | made) - gone
-        return most
+        return tuple(_most(events, last, free, size) for size in range(self.sizes))
 
     def events(self, results: frozenset[_Value]) -> list[_Event]:
         """The operations that make arrays, those that others are fused into among them."""
@@ -235,7 +247,7 @@ class _Body:
 
         def realise(value: _Value) -> None:
             if not value.own:
-                found.append(_Event(value.roots, [value], 0.0, None))
+                found.append(_Event(value.roots, [value], (), None))
                 value.own, value.roots = True, frozenset({value})
 
         for each in self.operations:
@@ -253,3 +265,25 @@ class _Body:
             if each.made:
                 found.append(_Event(roots, each.made, each.workspace, each.places))
         return found
+
+
+def _most(events: list[_Event], last: dict[_Value, int], free: set[_Value], size: int) -> float:
+    """The most bytes at one time, in one of the sizes. last: the event that reads a value last. free: cost nothing."""
+
+    def cost(values: Iterable[_Value]) -> float:
+        return sum(value.nbytes[size] for value in values if value.inside and value not in free)
+
+    live, most, there = 0.0, 0.0, set[_Value]()
+    for i, each in enumerate(events):
+        made = set(each.made) - there
+        dying = {value for value in each.reads & there if last[value] == i}
+        if each.places is None:
+            sizes = {value.nbytes for value in made}
+            shared = min(cost(made), cost(value for value in dying if value.nbytes in sizes))
+        else:
+            shared = cost(b for a, b in each.places if a in dying and a.nbytes == b.nbytes)
+        most = max(most, live + cost(made) - shared + (each.workspace[size] if each.workspace else 0.0))
+        gone = dying | {value for value in made if last.get(value, -1) < i}
+        live += cost(made) - cost(gone)
+        there = (there | made) - gone
+    return most

@@ -113,10 +113,9 @@ def _at_rest(config: Config, known: Known) -> AtRest:
             copies += elements * (parts * received if once else item)
         sizes["whole"][leaf.unit] += elements * parts * received if parts > 1 and not gathers else 0
         sizes["used"][leaf.unit] += elements * (parts * received if once else item)
-    own = [leaf.nbytes for leaf in leaves]
-    return AtRest(
-        state, **sizes, shards=shards, copies=copies, update=peak_bytes(optimizer.update, [*own, *own, *held])
-    )
+    own = tuple(leaf.nbytes for leaf in leaves)
+    update = known.get(("update", id(optimizer), own, *held), lambda: peak_bytes(optimizer.update, [*own, *own, *held]))
+    return AtRest(state, **sizes, shards=shards, copies=copies, update=update)
 
 
 def _kept_wide(config: Config, options: StepOptions, known: Known) -> set[str]:
