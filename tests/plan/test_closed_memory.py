@@ -16,7 +16,7 @@ from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.plan.closed.leaves import Known, planned_mesh
 from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, MARGIN, PEAK, memory_of
-from jaxdist.plan.closed.memory.unit_traces import ROWS, UnitTraces
+from jaxdist.plan.closed.memory.unit_traces import UNIT_ROWS, UnitTraces
 from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.compiled.memory import resident_bytes
 from jaxdist.plan.explain import (
@@ -149,7 +149,7 @@ def test_one_trace_tells_the_bytes_of_all_rows_and_blocks(case: str, monkeypatch
 
     monkeypatch.setattr(UnitTraces, "_at", one_by_one)
     monkeypatch.setattr(UnitTraces, "_trace", exactly)
-    assert units_of(config, Known()) == found and {2, 4} <= {*numbers} | {*ROWS}
+    assert units_of(config, Known()) == found and {2, 4} <= {*numbers} | {*UNIT_ROWS}
 
 
 def test_a_loss_without_blocks_is_traced_whole() -> None:

@@ -19,9 +19,9 @@ from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
 from jaxdist.plan.closed.sent import bytes_by_axes
 from jaxdist.plan.search.cluster import PlanCluster
+from jaxdist.plan.search.second_process import SecondProcess
 from jaxdist.plan.search.seconds import Seconds, seconds_of
 from jaxdist.plan.search.space import Layout, checked, kind_of_layout, layouts, with_prefetch
-from jaxdist.plan.search.worker import Worker
 
 ROOM = 2.2  # candidates that need up to so many times the memory are predicted too: for "with twice the memory"
 WORTH_A_PROCESS = 3000  # candidates from which on a second process is started, which takes seconds
@@ -109,7 +109,7 @@ def search(
     return Search(cluster, fitting, tight, nearest, refused, examples, considered, took=time.perf_counter() - began)
 
 
-class Family(NamedTuple):
+class FamilyFigures(NamedTuple):
     """What was found of the members of a family of layouts (`layouts`).
 
     fitting, tight: as of `Search`. nearest: the one that needs least memory. refused: (reason, layout).
@@ -124,13 +124,13 @@ class Family(NamedTuple):
 
 def _of_families(
     config: Config, cluster: PlanCluster, known: Known, families: list[list[Layout]], progress: Callable[[str], None]
-) -> list[Family]:
+) -> list[FamilyFigures]:
     """What is found of each family: half of it by a second process, if that is worth its start."""
     here, there = _halves(config, families)
-    worker = Worker(predict_families, config, cluster, [families[number] for number in there]) if there else None
+    other = SecondProcess(predict_families, config, cluster, there) if there else None
     began, beside, done, fit = time.perf_counter(), sum(len(families[number]) for number in there), 0, 0
     told = f", {beside:,} others in a second process" if there else ""
-    found = dict[int, Family]()
+    found = dict[int, FamilyFigures]()
     try:
         with _without_collection():
             for place, number in enumerate(here, start=1):
@@ -138,13 +138,13 @@ def _of_families(
                 done, fit = done + len(families[number]), fit + len(found[number].fitting)
                 if place % 20 == 0:
                     progress(f"{done:,} layouts, {fit:,} fit so far{told}, {time.perf_counter() - began:.0f} s")
-        if worker is not None:
-            others, traced = worker.result()
+        if other is not None:
+            others, traced = other.result()
             found |= zip(there, others, strict=True)
             known.learn(traced)
     finally:
-        if worker is not None:
-            worker.stop()
+        if other is not None:
+            other.stop()
     return [found[number] for number in range(len(families))]
 
 
@@ -181,17 +181,20 @@ def _halves(config: Config, families: list[list[Layout]]) -> tuple[list[int], li
 
 
 def predict_families(
-    config: Config, cluster: PlanCluster, families: list[list[Layout]]
-) -> tuple[list[Family], dict[tuple[Any, ...], Any]]:
-    """(what is found of each family, what was traced for it): the work of a second process."""
-    known = Known()
+    config: Config, cluster: PlanCluster, numbers: list[int]
+) -> tuple[list[FamilyFigures], dict[tuple[Any, ...], Any]]:
+    """(what is found of each family, what was traced for it): the work of a second process.
+
+    numbers: of the families, in the order of `layouts`.
+    """
+    known, families = Known(), [*layouts(config, cluster.devices, per_host=cluster.per_host)]
     with _without_collection():
-        return [_family(config, cluster, known, family) for family in families], known.traced()
+        return [_family(config, cluster, known, families[number]) for number in numbers], known.traced()
 
 
-def _family(config: Config, cluster: PlanCluster, known: Known, members: list[Layout]) -> Family:
+def _family(config: Config, cluster: PlanCluster, known: Known, members: list[Layout]) -> FamilyFigures:
     """Predict the members of a family, but for those that take more time than another one that fits."""
-    found = Family([], [], None, [], len(members))
+    found = FamilyFigures([], [], None, [], len(members))
     seen, fit = dict[object, int](), list[tuple[int, int, int]]()  # modes of remat in their order; members that fit
     for layout in members:
         own = _savings(layout, seen)

@@ -36,7 +36,7 @@ _IN_PLACE = primitives("dynamic_update_slice scatter scatter-add scatter_add")
 # Too dear to be computed again for a second reader.
 _DEAR = primitives("exp exp2 log log1p expm1 tanh logistic erf pow sqrt rsqrt sin cos gather")
 # Bytes of arrays, in each of the sizes that a program is read for: see `peaks_of_sizes`.
-Sizes = tuple[float, ...]
+BytesOfSizes = tuple[float, ...]
 Measure = Callable[[Any], float]  # type of an array -> its bytes
 
 
@@ -51,7 +51,7 @@ class _Value:
     roots: the arrays that it is computed from: itself, if it has one of its own
     """
 
-    nbytes: Sizes
+    nbytes: BytesOfSizes
     own: bool = True
     inside: bool = True
     dear: bool = False
@@ -61,7 +61,7 @@ class _Value:
         self.roots = frozenset({self}) if self.own else self.roots
 
 
-def _outside(nbytes: Sizes) -> _Value:
+def _outside(nbytes: BytesOfSizes) -> _Value:
     return _Value(nbytes, inside=False)
 
 
@@ -79,7 +79,7 @@ class _Operation:
     made: list[_Value]
     fused: bool = False
     whole: bool = True
-    workspace: Sizes = ()
+    workspace: BytesOfSizes = ()
     places: Sequence[tuple[_Value, _Value]] = ()
 
 
@@ -88,7 +88,7 @@ class _Event(NamedTuple):
 
     reads: frozenset[_Value]
     made: list[_Value]
-    workspace: Sizes
+    workspace: BytesOfSizes
     places: Sequence[tuple[_Value, _Value]] | None
 
 
@@ -104,7 +104,7 @@ def peak_bytes(jaxpr: Any, sizes: Sequence[int]) -> int:
     return peaks_of_sizes(jaxpr, [(float(size),) for size in sizes], (nbytes_of,))[0]
 
 
-def peaks_of_sizes(jaxpr: Any, given: Sequence[Sizes], measures: Sequence[Measure]) -> tuple[int, ...]:
+def peaks_of_sizes(jaxpr: Any, given: Sequence[BytesOfSizes], measures: Sequence[Measure]) -> tuple[int, ...]:
     """`peak_bytes` of a program that was traced in one size and is read for several, such as numbers of rows.
 
     given: bytes of the arguments on one device, in each of the sizes.
@@ -125,7 +125,7 @@ def nbytes_of(aval: Any) -> float:
 class _Body:
     """A jaxpr that runs from its first to its last operation: the program, a round of a loop, a branch."""
 
-    def __init__(self, measure: Callable[[Any], Sizes], sizes: int) -> None:
+    def __init__(self, measure: Callable[[Any], BytesOfSizes], sizes: int) -> None:
         self.operations: list[_Operation] = []
         self.measure, self.sizes = measure, sizes
 
@@ -168,7 +168,7 @@ class _Body:
             _outside(each.nbytes) if _on_host(x) else each for x, each in zip(equation.outvars, arrived, strict=True)
         ]
 
-    def size(self, equation: Any, given: list[_Value], result: Any) -> Sizes:
+    def size(self, equation: Any, given: list[_Value], result: Any) -> BytesOfSizes:
         """Bytes of a result on one device. Outside of `shard_map` types are global: it is split like its operands."""
         whole, count = self.measure(result.aval), math.prod(result.aval.shape)
         shares = [
@@ -199,14 +199,14 @@ class _Body:
         self.operations.append(_Operation(given, made, whole=False, workspace=workspace, places=places))
         return made
 
-    def row(self, value: _Value, stacked: Any, one: Any) -> Sizes:
+    def row(self, value: _Value, stacked: Any, one: Any) -> BytesOfSizes:
         """Bytes of one row of a stacked array on one device."""
         share = self.share(value, stacked) if self.measure(stacked.aval)[0] else 1.0
         return tuple(each * share for each in self.measure(one.aval))
 
     def condition(self, equation: Any, given: list[_Value]) -> list[_Value]:
         """The values of a condition's results. What a branch only hands on is changed in place by the others."""
-        needed, passed = list[Sizes](), dict[int, _Value]()
+        needed, passed = list[BytesOfSizes](), dict[int, _Value]()
         for branch in equation.params["branches"]:
             body, inputs = _Body(self.measure, self.sizes), [_outside(each.nbytes) for each in given[1:]]
             results = body.read(branch, inputs)
@@ -220,7 +220,7 @@ class _Body:
         self.operations.append(_Operation(given, made, workspace=tuple(map(max, zip(*needed, strict=True)))))
         return made
 
-    def peak(self, results: Sequence[_Value], *, before: Sequence[_Value] = ()) -> Sizes:
+    def peak(self, results: Sequence[_Value], *, before: Sequence[_Value] = ()) -> BytesOfSizes:
         """The most bytes at one time, in each of the sizes.
 
         results: written to arrays that are there already, in place of `before`.

@@ -29,12 +29,12 @@ from jaxdist.parallel.program import in_precision, make_program
 from jaxdist.parallel.schedule import Program, seeded_loss
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.compiled.memory import batch_of
-from jaxdist.plan.traced.liveness import Sizes, peaks_of_sizes
+from jaxdist.plan.traced.liveness import BytesOfSizes, peaks_of_sizes
 from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, without_idle
 
-ROWS = (2, 4)  # of a device: the numbers for which bytes are told
+UNIT_ROWS = (2, 4)  # of a device: the numbers for which bytes are told
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
-Readings = dict[str, list[tuple[float, float]]]  # {what: bytes for each number of blocks, for both of `ROWS`}
+Readings = dict[str, list[tuple[float, float]]]  # {what: bytes for each number of blocks, for both of `UNIT_ROWS`}
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class _Needs(NamedTuple):
     made: bytes of the results that are no arguments. read: of each argument, 0 for one that is not read.
     """
 
-    work: Sizes
+    work: BytesOfSizes
     results: Any
-    made: Sizes
-    read: list[Sizes]
+    made: BytesOfSizes
+    read: list[BytesOfSizes]
 
 
 class UnitTraces:
@@ -109,7 +109,7 @@ class UnitTraces:
     def head(self) -> Readings:
         """h, and the work space of both passes of the head. (A loss in chunks has other dims for other rows.)"""
 
-        def read(given: "_Given") -> dict[str, Sizes]:
+        def read(given: "_Given") -> dict[str, BytesOfSizes]:
             def head(units: PyTree, h: jax.Array) -> Any:
                 loss, weight = self.stages.head(given.diff | units, given.captured, h, given.batch)
                 return seeded_loss(loss, 1.0), weight
@@ -123,7 +123,7 @@ class UnitTraces:
     def embedding(self) -> Readings:
         """The work space of both passes of the embedding, in a pipeline."""
 
-        def read(given: "_Given") -> dict[str, Sizes]:
+        def read(given: "_Given") -> dict[str, BytesOfSizes]:
             pull = lambda unit, dh: jax.vjp(lambda unit: self.embed(given, unit), unit)[1](dh)  # noqa: E731
             return {"embed": given.needs(pull, given.diff["embed"], given.h).work}
 
@@ -132,7 +132,7 @@ class UnitTraces:
     def in_one_stage(self, blocks: int) -> Readings:
         """What embedding and blocks need in one stage."""
 
-        def read(given: "_Given") -> dict[str, Sizes]:
+        def read(given: "_Given") -> dict[str, BytesOfSizes]:
             hidden = lambda each: self.hidden(each, given.captured, given.batch)  # noqa: E731
             both = given.needs(lambda diff: jax.vjp(hidden, diff), given.diff)
             back = given.needs(lambda pull, dh: pull(dh), both.results[1], given.h)
@@ -143,7 +143,7 @@ class UnitTraces:
     def stage(self, counts: tuple[int, ...]) -> Readings:
         """What the forward pass of the blocks of a stage needs, for these numbers of blocks."""
 
-        def read(given: "_Given") -> dict[str, Sizes]:
+        def read(given: "_Given") -> dict[str, BytesOfSizes]:
             forward = self.forward(given)
             saved = jax.tree.leaves(jax.eval_shape(pack, forward.results[1]))
             return {"forward": forward.work, "kept": _sum(map(given.size, saved), given.measures)}
@@ -153,7 +153,7 @@ class UnitTraces:
     def backward(self, counts: tuple[int, ...], *, split: bool) -> Readings:
         """What the backward pass of the blocks of a stage needs. split: whether it is in two halves, B and W."""
 
-        def read(given: "_Given") -> dict[str, Sizes]:
+        def read(given: "_Given") -> dict[str, BytesOfSizes]:
             run: Any = self.stages.blocks
             blocks, h, rows = given.diff[STACKED], given.h, given.rows
             saved = jax.eval_shape(lambda diff, h: run.forward(rows(diff), h, given.read), blocks, h)[1]
@@ -184,7 +184,7 @@ class UnitTraces:
         return given.needs(lambda diff, h: run.forward(given.rows(diff), h, given.read), given.diff[STACKED], given.h)
 
     def _at(
-        self, read: Callable[["_Given"], dict[str, Sizes]], counts: tuple[int, ...], *, each: bool = False
+        self, read: Callable[["_Given"], dict[str, BytesOfSizes]], counts: tuple[int, ...], *, each: bool = False
     ) -> Readings:
         """What a function tells of a trace, for these numbers of blocks.
 
@@ -195,17 +195,17 @@ class UnitTraces:
         blocks = counts[0] if self.together else of_blocks
         numbers = [(of_blocks, count) for count in counts]
         if each or self.rounds:
-            traced = [self._trace(read, rows, blocks, [Reading((number,)) for number in numbers]) for rows in ROWS]
+            traced = [self._trace(read, rows, blocks, [Reading((number,)) for number in numbers]) for rows in UNIT_ROWS]
             return {what: list(zip(*(found[what] for found in traced), strict=True)) for what in traced[0]}
-        readings = [Reading(((of_rows, rows), number)) for number in numbers for rows in ROWS]
+        readings = [Reading(((of_rows, rows), number)) for number in numbers for rows in UNIT_ROWS]
         found = self._trace(read, of_rows, blocks, readings)
-        return {what: list(itertools.pairwise(sizes))[:: len(ROWS)] for what, sizes in found.items()}
+        return {what: list(itertools.pairwise(sizes))[:: len(UNIT_ROWS)] for what, sizes in found.items()}
 
     def _trace(
-        self, read: Callable[["_Given"], dict[str, Sizes]], rows: int, blocks: int, measures: Sequence[Reading]
-    ) -> dict[str, Sizes]:
+        self, read: Callable[["_Given"], dict[str, BytesOfSizes]], rows: int, blocks: int, measures: Sequence[Reading]
+    ) -> dict[str, BytesOfSizes]:
         """What a function tells of a trace with so many rows of a device and blocks of a stage."""
-        found = dict[str, Sizes]()
+        found = dict[str, BytesOfSizes]()
         cut = lambda leaf: jax.ShapeDtypeStruct((blocks, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
         shapes = {**self.shapes, STACKED: jax.tree.map(cut, self.shapes[STACKED])}
 
@@ -241,7 +241,7 @@ class _Given:
         """The stacked blocks of a stage, with what is not trained."""
         return blocks_of_chunk(diff, self.captured[STACKED], 0, chunks=1, counts=())
 
-    def size(self, leaf: Any) -> Sizes:
+    def size(self, leaf: Any) -> BytesOfSizes:
         """Bytes of an array, in each of the readings."""
         return tuple(measure(leaf) for measure in self.measures)
 
@@ -259,7 +259,7 @@ class _Given:
         return _Needs(work, results, _sum(made.values(), self.measures), read)
 
 
-def _sum(sizes: Iterable[Sizes], measures: Sequence[Reading]) -> Sizes:
+def _sum(sizes: Iterable[BytesOfSizes], measures: Sequence[Reading]) -> BytesOfSizes:
     """The sum of bytes, in each of the readings."""
     given = list(sizes)
     return tuple(math.fsum(each[place] for each in given) for place in range(len(measures)))

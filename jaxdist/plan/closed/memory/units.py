@@ -13,10 +13,10 @@ import jax
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.schema import Config
 from jaxdist.plan.closed.leaves import Known, of_layers
-from jaxdist.plan.closed.memory.unit_traces import ROWS, Readings, UnitTraces
+from jaxdist.plan.closed.memory.unit_traces import UNIT_ROWS, Readings, UnitTraces
 from jaxdist.specs import STACKED
 
-BLOCKS = (2, 4)  # of a stage of a pipeline: numbers through whose bytes a line goes, as through those of `ROWS`
+BLOCKS = (2, 4)  # of a stage of a pipeline: numbers through whose bytes a line goes, as through those of `UNIT_ROWS`
 
 
 class RowLine(NamedTuple):
@@ -101,9 +101,9 @@ def units_of(config: Config, known: Known) -> UnitMemory:
 
 
 def _by_rows(parts: list[Readings], place: int) -> UnitMemory:
-    """The lines through the bytes of two numbers of rows, `ROWS`. place: of the number of blocks."""
+    """The lines through the bytes of two numbers of rows, `UNIT_ROWS`. place: of the number of blocks."""
     found: dict[str, Any] = {name: each for part in parts for name, each in part.items()}
-    fewer, more = ROWS
+    fewer, more = UNIT_ROWS
 
     def line(name: str) -> RowLine:
         each = found.get(name, [(0.0, 0.0)])
