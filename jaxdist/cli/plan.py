@@ -5,14 +5,24 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.shipped import add_config, take_config, with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
+_ONE_DEVICE = (
+    *(f"mesh.{axis.name}=1" for axis in fields(MeshConfig)),
+    "parallel.strategy=ddp",
+    "parallel.schedule=accumulate",
+    "parallel.microbatches=1",
+    "parallel.chunks=1",
+    "parallel.stages=[]",
+    "parallel.sequence_parallel=false",
+    "parallel.collective_matmul=false",
+)
 _EXAMPLES = (
     "jaxdist plan llama_7b_h200 --gpu h200 --hosts 4 --link 100gbit --out plan",
     "jaxdist plan --compile --gpu h200 llama_7b_h200",
@@ -32,7 +42,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     add_config(parser)
     parser.add_argument("--gpu", default="h200", help="a100-40, a100-80, h100, h200, b200, gb200; default: h200")
     parser.add_argument("--hosts", type=int, help="default: 1; with --compile as many as the mesh needs")
-    parser.add_argument("--gpus-per-host", type=int, default=8)
+    parser.add_argument("--gpus-per-host", type=int, default=8, help="default: 8")
     _add_choice(parser)
     _add_compiling(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
@@ -43,10 +53,11 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
 
         return run_check(arguments, given=argv)
     path, overrides = take_config(parser, arguments)
+    load = _load if arguments.compile else _load_whatever_layout
     plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
-    config = load_config(path, [*overrides, *plain], planned=True)
+    config = load(path, [*overrides, *plain])
     if arguments.calibration is None:  # what memory.remat auto is there
-        there = load_config(path, ["devices.platform=gpu", *overrides, *plain], planned=True)
+        there = load(path, ["devices.platform=gpu", *overrides, *plain])
         config = replace(config, memory=there.memory)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
     if arguments.compile:
@@ -54,6 +65,21 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     from jaxdist.cli.work.choose import run_choose
 
     return run_choose(config, arguments)
+
+
+def _load(path: str, overrides: list[str]) -> Config:
+    return load_config(path, overrides, planned=True)
+
+
+def _load_whatever_layout(path: str, overrides: list[str]) -> Config:
+    """A configuration whose layout is replaced anyway, so that it may be one which does not go with the batch."""
+    try:
+        return _load(path, overrides)
+    except UserError as error:
+        try:
+            return _load(path, [*overrides, *_ONE_DEVICE])
+        except UserError:
+            raise error from None
 
 
 def _add_choice(parser: CommandParser) -> None:
@@ -71,11 +97,11 @@ def _add_choice(parser: CommandParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="argue the layout with these keys; repeat it",
+        help="say why this layout is not the choice, as mesh.fsdp=8; repeat it for other keys",
     )
     add("--out", type=Path, metavar="DIR", help="write plan.json, plan.yaml, which trains, and plan.svg")
     add("--check", type=Path, metavar="RUN", help="what was predicted for a run, beside what it measured")
-    add("--quick", action="store_true", help="closed forms alone: nothing is traced or compiled")
+    add("--quick", action="store_true", help="estimate only: nothing is traced or compiled")
     add("--finalists", type=int, default=3, metavar="N", help="how many are compiled; default: 3")
 
 

@@ -86,8 +86,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
     _check_mixture(config.data)
     if not planned:
-        for each in config.data.parts() or (config.data,):
-            _check_paths(each)
+        check_files(config.data)
     device_count = None if planned else known_devices(config.devices)
     if device_count is not None:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
@@ -288,6 +287,12 @@ def _check_mixture(data: DataConfig) -> None:
                 f"data.{key}: {show(getattr(data, key))} has no effect beside data.mixture; allowed:"
                 f" {show(usual)}; or data.mixture=[]"
             )
+
+
+def check_files(data: DataConfig) -> None:
+    """Raise `UserError` where a file or folder that the data are read from does not exist."""
+    for each in data.parts() or (data,):
+        _check_paths(each)
 
 
 def _check_paths(data: DataConfig) -> None:

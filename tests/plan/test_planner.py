@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxdist.cli.main import main
+from jaxdist.cli.plan import _load_whatever_layout
 from jaxdist.collectives.cost import Link
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
@@ -27,7 +28,7 @@ from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import others
 from jaxdist.plan.search.result import LayoutPlan, argue, layout_named, layout_plan_to_json, plan_layout, write_plan
 from jaxdist.plan.search.seconds import Seconds, hidden_share, seconds_of
-from jaxdist.plan.search.space import Layout, axis_splits, checked, layout_of, layouts
+from jaxdist.plan.search.space import MOST_MICROBATCHES, Layout, axis_splits, checked, layout_of, layouts
 from jaxdist.precision.policy import precision_of
 
 pytestmark = pytest.mark.xdist_group("planner")  # what one test has traced (`KNOWN`) serves the others
@@ -282,6 +283,32 @@ def test_nothing_fits() -> None:
         UserError, match=r"plan: no layout of 2 x h200 fits; the nearest, .* does not fit: .*; allowed: more"
     ):
         plan_layout(tiny(), cluster(memory=300e3), basis="", traced=0, compiled=0, known=KNOWN)
+    asked = layout_named(["mesh.fsdp=2", "parallel.strategy=zero3"], tiny(), 2)
+    with pytest.raises(UserError, match=r"fits; the nearest, .*; fsdp=2 zero3: does not fit: .*; allowed: more"):
+        plan_layout(tiny(), cluster(memory=300e3), basis="", traced=0, compiled=0, known=KNOWN, asked=asked)
+
+
+def test_the_configured_layout_need_not_go_with_the_batch() -> None:
+    """It is replaced anyway. Once a smaller batch was refused for the shipped mesh."""
+    quickstart = str(ROOT / "configs" / "quickstart.yaml")
+    config = _load_whatever_layout(quickstart, ["data.global_batch=2"])
+    assert config.data.global_batch == 2 and config.mesh.data == config.mesh.fsdp == 1
+    assert _load_whatever_layout(quickstart, ["data.global_batch=16"]).mesh.data == 2  # as it is configured
+    with pytest.raises(UserError, match="data.global_batch"):
+        _load_whatever_layout(quickstart, ["data.global_batch=0"])
+
+
+def test_one_stage_takes_as_many_microbatches_as_it_needs() -> None:
+    """Once 64 were the most, and a model of which one sequence fits at a time was said to need more devices."""
+    config = tiny("data.global_batch=1024")
+    counts = {
+        each.values["mesh.pipe"]: each.values["parallel.microbatches"]
+        for family in layouts(config, 2, per_host=2)
+        for each in family
+    }
+    assert counts == {1: 512, 2: MOST_MICROBATCHES}  # the last ones
+    members = [each for family in layouts(config, 2, per_host=2) for each in family]
+    assert max(each.values["parallel.microbatches"] for each in members if each.values["mesh.tensor"] == 2) == 1024
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 of memory, it says so."""
 
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -21,10 +23,12 @@ from jaxdist.errors import UserError
 from jaxdist.plan import changes
 from jaxdist.plan.changes import REMEDIES, changed, typed
 from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.memory.peak import memory_of
 from jaxdist.plan.compiled.memory import Footprint
 from jaxdist.plan.explain import explain
 from jaxdist.plan.remedies import table as plan
-from jaxdist.plan.remedies.table import StepCost, Table, assumed_cluster, cost_of, remedies, remedies_to_json
+from jaxdist.plan.remedies.fitting import advice, host_room, smaller_microbatches
+from jaxdist.plan.remedies.table import Remedy, StepCost, Table, assumed_cluster, cost_of, remedies, remedies_to_json
 from jaxdist.plan.remedies.text import remedies_text
 from jaxdist.plan.search.choose import step_seconds
 from jaxdist.step import TrainStep
@@ -282,11 +286,48 @@ def test_where_nothing_compiles_the_command_is_said(
     file = tmp_path / "run" / "config.yaml"
     assert "the remedies cannot be compiled here: RESOURCE_EXHAUSTED: again\n" in said and "Memory of a device:" in said
     assert f"and how much: jaxdist explain {file} --remedies\n" in said
-    assert said.endswith("--out plan && jaxdist train plan/plan.yaml\n")
-    assert load_config(file, planned=True) == config
+    command = rf"jaxdist train {file} parallel\.microbatches=\d+ memory\.remat=\w+"
+    assert re.search(rf"by the closed form \(.*\) this does: {command}\n\Z", said)
+    assert load_config(file) == config
     monkeypatch.setattr("jaxdist.trainer.first_state.init_state", fails("INTERNAL: something else"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train(config, tmp_path / "other")
+
+
+def remedy(name: str, peak: int, flops: float) -> Remedy:
+    return Remedy(name, (name,), StepCost(Footprint(0, 0, 0, peak, 0), flops, wire_bytes=0.0))
+
+
+def test_the_command_of_a_run_that_fits() -> None:
+    """The cheapest remedy that fits; if none does, what the closed form says of more microbatches."""
+    config, file = configured("data.global_batch=64"), Path("config.yaml")
+    table = Table(NOW, [remedy("a", 10, 9.0), remedy("b", 20, 3.0), remedy("c", 30, 1.0), Remedy("d", (), None, "no")])
+    [line] = advice(config, table, 25.0, file)
+    assert line.endswith("; the cheapest remedy that fits: jaxdist train config.yaml b")
+    assert "of a device, as 8 share the memory of a process" in line
+    assert advice(config, table, math.inf, file) == []
+    whole = memory_of(config, Known())["peak"]
+    for room in (math.inf, whole / 3):
+        found = smaller_microbatches(config, room)
+        assert found is not None and found[1] <= min(room, whole / 2)
+        chosen = configured("data.global_batch=64", *found[0])
+        if chosen.parallel.microbatches > 1:  # fewer do not fit
+            half = {"parallel.microbatches": chosen.parallel.microbatches // 2, "memory.remat": "full"}
+            assert memory_of(changed(chosen, half), Known())["peak"] > min(room, whole / 2)
+    [line] = advice(config, table, 5.0, file)
+    assert "none of these fits; take more devices, or a smaller data.global_batch" in line
+    [line] = advice(config, None, whole / 3, file)
+    assert "jaxdist train config.yaml parallel.microbatches=" in line and "none of these" not in line
+
+
+def test_what_a_process_may_take(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    whole = host_room(limit)
+    assert 0 < whole < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit.write_text("max\n")
+    assert host_room(limit) == pytest.approx(whole, rel=0.1)
+    limit.write_text("1000\n")  # less than it has already
+    assert host_room(limit) == 0
 
 
 def test_what_is_out_of_memory() -> None:

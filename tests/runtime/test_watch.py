@@ -37,7 +37,7 @@ from jaxdist.runtime.start import heartbeat_s
 from jaxdist.runtime.watch import blame, channel, progress, watchdog
 from jaxdist.runtime.watch.blame import Beat, Failure
 from jaxdist.runtime.watch.channel import Channel, listen_near
-from jaxdist.runtime.watch.progress import PHASES, WARM, WINDOW, Breadcrumbs, Crumb, Pace
+from jaxdist.runtime.watch.progress import FAILURE, PHASES, WARM, WINDOW, Breadcrumbs, Crumb, Pace
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer, digest, odd_ones
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import path_name
@@ -69,7 +69,7 @@ WRITES = Beat(31, 8, "settle", 52.0, 0.0, 10, "writing", 55.5)
         (beats((31, 8, "wait", 51.0), (25, 7, "save", 51.0)), (1,)),
         (beats((31, 8, "wait", 500.0), (25, 7, "first save", 500.0)), ()),
         (beats((31, 8, "wait", 500.0), (7, 1, "first batch", 500.0)), ()),
-        (beats((31, 8, "wait", 500.0), (25, 7, "failing", 500.0)), ()),
+        (beats((31, 8, "wait", 500.0), (25, 7, FAILURE, 500.0)), ()),
         # It has taken 40 s before, and may take three times that.
         ({0: Beat(31, 8, "wait", 119.0), 1: Beat(25, 7, "save", 119.0, 40.0)}, ()),
         ({0: Beat(31, 8, "wait", 121.0), 1: Beat(25, 7, "save", 121.0, 40.0)}, (1,)),
@@ -84,7 +84,7 @@ WRITES = Beat(31, 8, "settle", 52.0, 0.0, 10, "writing", 55.5)
         ({0: Beat(31, 8, "first settle", 500.0, 0.0, 11, ""), 1: WRITES._replace(phase="first settle")}, ()),
         # Saves go on beside the steps, at their own pace.
         ({0: Beat(31, 8, "wait", 6.0, 0.0, 11, ""), 1: Beat(31, 8, "wait", 6.0, 0.0, 10, "")}, (0, 1)),
-        ({0: Beat(31, 8, "settle", 51.0, 0.0, 11, ""), 1: WRITES._replace(phase="failing")}, ()),
+        ({0: Beat(31, 8, "settle", 51.0, 0.0, 11, ""), 1: WRITES._replace(phase=FAILURE)}, ()),
     ],
 )
 def test_who_is_behind(said: dict[int, Beat], ranks: tuple[int, ...]) -> None:
@@ -650,7 +650,7 @@ def test_what_an_exception_closes_takes_its_time(
         train(tiny("train.steps=9", "checkpoint.every=5", "observe.samples=true"), tmp_path / "run")
     *samples, raised, stopped, ended = seen
     assert [what for what, _ in (raised, stopped, ended)] == ["raise", "batches", "checkpoints"]
-    assert {(crumb.phase, crumb.order) for _, crumb in (stopped, ended)} == {("failing", raised[1].order)}
+    assert {(crumb.phase, crumb.order) for _, crumb in (stopped, ended)} == {(FAILURE, raised[1].order)}
     assert [crumb.phase for _, crumb in samples] == ["compile"] * WARM + ["wait"] * 2  # it waits for all ranks
 
 

@@ -6,8 +6,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from jaxdist.cli.work.check_run import check_run
+from jaxdist.config.checks import check_files
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
+from jaxdist.errors import UserError
 from jaxdist.plan.calibration.file import read_calibration, stale
 from jaxdist.plan.calibration.measure import versions_now
 from jaxdist.plan.search.cluster import PlanCluster, calibrated_cluster, gpu_cluster
@@ -77,4 +79,9 @@ def cluster_of(config: Config, arguments: Namespace) -> tuple[PlanCluster, str]:
 
 def _written(plan: LayoutPlan, arguments: Namespace) -> list[str]:
     paths = write_plan(plan, arguments.out)
-    return [f"Written: {', '.join(map(str, paths))}", f"Train: {launch_command(plan, str(paths[1]))}"]
+    lines = [f"Written: {', '.join(map(str, paths))}", f"Train: {launch_command(plan, str(paths[1]))}"]
+    try:
+        check_files(plan.config.data)
+    except UserError as error:
+        lines.append(f"Not here: {error}")
+    return lines

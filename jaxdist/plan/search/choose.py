@@ -205,7 +205,7 @@ def _family(config: Config, cluster: PlanCluster, known: Known, members: list[La
             found.refused.append((_kind(allowed), layout))
             continue
         candidate = predicted(layout, allowed, cluster, known)
-        if found.nearest is None or candidate.peak < found.nearest.peak:
+        if found.nearest is None or candidate.peak <= found.nearest.peak:  # the later member saves more
             found = found._replace(nearest=candidate)
         if candidate.peak > ROOM * cluster.memory:
             continue

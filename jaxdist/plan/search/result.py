@@ -85,16 +85,27 @@ def plan_layout(
         certain = [each for each in confirmed.candidates if each.how != "closed form" or each.peak <= cluster.memory]
         found = found._replace(fitting=by_seconds(certain))
     if not found.fitting:
-        nearest = _with_all_memory(found.nearest, known)
-        raise UserError(
-            f"plan: no layout of {cluster.devices} x {cluster.name} fits; the nearest, {nearest.layout.name()},"
-            f" {does_not_fit(nearest, cluster.memory)}; allowed: more devices, a smaller data.global_batch or"
-            " data.seq_len, or another optimizer"
-        )
+        raise UserError(_nothing_fits(config, found, asked, known))
     tie = tie_of(found.fitting, cluster.spread)
     progress("what would have to be true for another layout to win")
     argued = None if asked is None else argue(config, asked, cluster, tie, known)
     return LayoutPlan(config, found, tie, others(found, tie), turns(config, found, tie, known), notes, basis, argued)
+
+
+def _nothing_fits(config: Config, found: Search, asked: Layout | None, known: Known) -> str:
+    """Why there is no plan, in a line. asked: a layout that is argued, too."""
+    cluster, nearest = found.cluster, _with_all_memory(found.nearest, known)
+    said = f"the nearest, {nearest.layout.name()}, {does_not_fit(nearest, cluster.memory)}"
+    if asked is not None:
+        allowed = checked(config, asked, gpu=cluster.gpu)
+        if not isinstance(allowed, str):
+            each = _with_all_memory(predicted(asked, allowed, cluster, known), known)
+            allowed = does_not_fit(each, cluster.memory)
+        said += f"; {asked.name()}: {allowed}"
+    return (
+        f"plan: no layout of {cluster.devices} x {cluster.name} fits; {said}; allowed: more devices, or what changes"
+        " the training: a smaller data.global_batch or data.seq_len, another optimizer"
+    )
 
 
 def argue(config: Config, layout: Layout, cluster: PlanCluster, tie: Tie, known: Known) -> Other:
@@ -169,7 +180,9 @@ def launchable(plan: LayoutPlan, path: Path) -> str:
 
     path: of plan.json, which its run keeps.
     """
-    best, config = plan.winner, changed(plan.winner.config, {"observe.plan": str(path.absolute())})
+    best, simulated = plan.winner, plan.winner.config.devices.simulated
+    there = {"observe.plan": str(path.absolute()), "devices.simulated": simulated and plan.cluster.devices}
+    config = changed(best.config, there)
     devices = f"{plan.cluster.devices} x {plan.cluster.name}"
     return f"# {best.layout.name()}: {best.seconds.total:.4g} s a step predicted for {devices}\n{to_yaml(config)}"
 

@@ -16,7 +16,7 @@ from jaxdist.mesh import AXES, BATCH_AXES
 from jaxdist.plan.calibration.file import REMATS
 from jaxdist.plan.changes import changed, typed
 
-MOST_MICROBATCHES = 64  # more hide hardly more of a bubble
+MOST_MICROBATCHES = 64  # of a pipeline: more hide hardly more of a bubble
 LONG_SEQUENCE = 16384  # positions from which on activations of one sequence may be split
 
 
@@ -120,7 +120,9 @@ def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> l
     """The members of a family."""
     remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
     rows = config.data.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
-    counts = [2**k for k in range(rows.bit_length()) if 2**k <= min(rows, MOST_MICROBATCHES)] or [1]
+    # One stage takes as many as it needs to fit, down to one sequence at a time.
+    most = rows if ScheduleFacts.of(values["parallel.schedule"]).one_stage else min(rows, MOST_MICROBATCHES)
+    counts = [2**k for k in range(rows.bit_length()) if 2**k <= most] or [1]
     each = itertools.product((config.memory.offload.optimizer, True), remats, counts)
     return [
         Layout(

@@ -17,7 +17,8 @@ OWN_WORK = ("data", "host", "record")  # phases in which a process waits for no 
 PHASES = (*OWN_WORK, "dispatch", "wait", "agree")
 # Phases that last as long as model, data and disks make them. settle: waiting for the save before.
 LONG = ("evaluation", "check", "settle", "save")
-SAVING = ("settle", "save", "failing")  # phases that may wait for a save
+FAILURE = "clean-up after a failure"  # the phase of an exception
+SAVING = ("settle", "save", FAILURE)  # phases that may wait for a save
 # How long a phase may last, in units of the limit. Others (start, compile, restore, "first save" ...) have no limit.
 LIMITS = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(LONG, 10.0)}
 
@@ -75,14 +76,14 @@ class Breadcrumbs:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """A context in which an exception is phase "failing", and no progress, until the other ranks are told.
+        """A context in which an exception is phase `FAILURE`, and no progress, until the other ranks are told.
 
         They are told late: what is closed first, such as a save under way, still needs them.
         """
         try:
             yield
         except BaseException:
-            self.last = self.last._replace(phase="failing", since=time.monotonic())
+            self.last = self.last._replace(phase=FAILURE, since=time.monotonic())
             raise
 
     def at_step(self, phase: str) -> None:

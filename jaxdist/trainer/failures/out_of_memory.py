@@ -31,6 +31,7 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     compiling: compile the remedies now, for the devices of this process; nothing may be on them any more. Otherwise, or
     if the compiler runs out of memory as well, print the command that compiles them for simulated devices.
     """
+    from jaxdist.plan.remedies.fitting import advice, device_room
     from jaxdist.plan.remedies.table import assumed_cluster, remedies  # the planner: a run that fits needs none
     from jaxdist.plan.remedies.text import remedies_text
 
@@ -56,7 +57,9 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
         _say(f"what would save memory, and how much: {command}")
     else:
         _say(remedies_text(table, predicted_for="" if cluster is None else f"{cluster.devices} x {cluster.name}"))
-    _say(f"a layout that fits, the fastest, with reasons: {_planning(config, file, gpu)}")
+    _say(*advice(config, table, device_room(), file))
+    if jax.default_backend() != "cpu":
+        _say(f"a layout that fits, the fastest, with reasons: {_planning(config, file, gpu)}")
 
 
 def _gpu_here() -> str | None:
