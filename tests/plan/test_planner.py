@@ -110,7 +110,7 @@ def by_formula(layout: Layout, config: Config, cluster: PlanCluster, known: Know
     again = {"none": 0.0, "dots": 0.2, "full": 1.0}[str(memory.remat)]
     bubble = 4.0 * (config.mesh.pipe - 1) / parallel.microbatches
     seconds = 3.0 + again + bubble + 0.6 * parallel.microbatches + OFFLOADING * memory.offload.optimizer
-    spent = Seconds(seconds, 0.0, {}, 0.0, 0.0, 0.0)
+    spent = Seconds(seconds, 0.0, {}, 0.0, 0.0)
     return Predicted(layout, config, spent, {PEAK: kept + 2.0 - memory.offload.optimizer}, 0.0)
 
 
@@ -172,7 +172,7 @@ def test_seconds_by_hand() -> None:
     sent = [Transfer("psum", ("data",), 2, 3.0, (2,), "once a step", "gradients")]
     found = seconds_of(config, slow, sent, {"parameters": 0, "optimizer state": 8}, KNOWN)
     assert found.waiting == {("data",): pytest.approx(2 * (3.0 + 2 * 0.25))}
-    assert found.computing == found.bubble == found.optimizer == found.host == found.between == 0.0
+    assert found.computing == found.bubble == found.optimizer == found.host == 0.0
     offloaded = seconds_of(config, slow, [], {**NOTHING, IN_HOST_MEMORY: 8}, KNOWN)
     assert offloaded.parts() == {"host memory": 16.0}
     # Beside computation that takes no time, nothing is hidden; beside long computation, 95 % of it.
@@ -235,7 +235,7 @@ def test_candidates() -> None:
 def candidate(seconds: float, **values: Any) -> Predicted:
     usual = layout_of(tiny()).values | {f"mesh.{axis}": 1 for axis in AXES}
     layout = Layout(tuple((usual | {key.replace("__", "."): value for key, value in values.items()}).items()))
-    return Predicted(layout, tiny(), Seconds(seconds, 0.0, {}, 0.0, 0.0, 0.0), {PEAK: 1}, 0.0)
+    return Predicted(layout, tiny(), Seconds(seconds, 0.0, {}, 0.0, 0.0), {PEAK: 1}, 0.0)
 
 
 def test_ties_go_to_the_simplest() -> None:

@@ -230,7 +230,7 @@ def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known
     that of state and gradients alone."""
     memory = memory_of(config, known, most=ROOM * cluster.memory)
     if memory[PEAK] > ROOM * cluster.memory:
-        return Predicted(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0, 0.0), memory, math.inf)
+        return Predicted(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0), memory, math.inf)
     sent = list(sends_of(config, known))
     seconds = seconds_of(config, cluster, sent, memory, known)
     of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts

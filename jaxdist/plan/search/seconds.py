@@ -30,7 +30,6 @@ class Seconds(NamedTuple):
     computing: products and what lies between them. bubble: a pipeline's stages wait for each other.
     waiting: {axes: seconds that computation waits for collectives over them}.
     optimizer: its passes over parameters and state. host: moving what is offloaded.
-    between: of `waiting`, what is spent on links between hosts.
     """
 
     computing: float
@@ -38,7 +37,6 @@ class Seconds(NamedTuple):
     waiting: dict[tuple[str, ...], float]
     optimizer: float
     host: float
-    between: float
 
     @property
     def total(self) -> float:
@@ -63,12 +61,12 @@ def seconds_of(
     sizes, parallel = asdict(config.mesh), config.parallel
     work, passes = computing_of(config, cluster, known)
     bubble = work * bubble_of(config, passes, known)
-    waiting, between = _waiting(sent, config, cluster, work + bubble)
+    waiting = _waiting(sent, config, cluster, work + bubble)
     offloaded = state.get(IN_HOST_MEMORY, 0)
     moved = _PARAMETER_PASSES * state["parameters"] + _STATE_PASSES * (state["optimizer state"] + offloaded)
     host = 2 * (offloaded + _activations_in_host_memory(config, known)) / cluster.to_host
     assert math.prod(sizes.values()) == cluster.devices and parallel.microbatches >= 1
-    return Seconds(work, bubble, waiting, moved / cluster.bandwidth, host, between)
+    return Seconds(work, bubble, waiting, moved / cluster.bandwidth, host)
 
 
 def _activations_in_host_memory(config: Config, known: Known) -> float:
@@ -159,16 +157,16 @@ def bubble_of(config: Config, work: ModelWork, known: Known) -> float:
 
 def _waiting(
     sent: Iterable[Transfer], config: Config, cluster: PlanCluster, computing: float
-) -> tuple[dict[tuple[str, ...], float], float]:
-    """({axes: seconds that computation waits}, how much of it for links between hosts), of the busiest stage."""
+) -> dict[tuple[str, ...], float]:
+    """{axes: seconds that computation waits}, of the busiest stage."""
     sizes, given = asdict(config.mesh), list(sent)
-    links = [cluster.link(each.axes, sizes) for each in given]
+    links = [cluster.link(each.axes, sizes)[0] for each in given]
 
     def took(stage: int) -> list[float]:
         """Seconds of each on a stage. Of the parameters or gradients of a unit, which do not wait for each other, the
         latency counts once: compilers combine them, or run them side by side."""
         found, together = list[float](), dict[tuple[object, ...], float]()
-        for each, (link, _) in zip(given, links, strict=True):
+        for each, link in zip(given, links, strict=True):
             calls = each.calls[min(stage, len(each.calls) - 1)]
             latency = calls * rounds(each.op, each.group_size) * link.latency_s
             if each.what in ("parameters", "gradients"):
@@ -182,17 +180,15 @@ def _waiting(
     busiest = max(map(took, range(max((len(each.calls) for each in given), default=1))), key=sum)
     by_share: dict[tuple[tuple[str, ...], float], float] = {}
     waiting: dict[tuple[str, ...], float] = {}
-    between = 0.0
-    for each, (_, far), seconds in zip(given, links, busiest, strict=True):
+    for each, seconds in zip(given, busiest, strict=True):
         share = hidden_share(each, config, cluster)
         by_share[each.axes, share] = by_share.get((each.axes, share), 0.0) + seconds
-        between += seconds * (1 - share) if far else 0.0
     room = computing
     for (axes, share), seconds in sorted(by_share.items(), key=lambda item: item[0][1]):
         hidden = min(share * seconds, share * room)
         room -= hidden
         waiting[axes] = waiting.get(axes, 0.0) + seconds - hidden
-    return {axes: seconds for axes, seconds in waiting.items() if seconds > 0}, between
+    return {axes: seconds for axes, seconds in waiting.items() if seconds > 0}
 
 
 def hidden_share(each: Transfer, config: Config, cluster: PlanCluster) -> float:

@@ -35,7 +35,7 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     from jaxdist.plan.remedies.table import assumed_cluster, remedies  # the planner: a run that fits needs none
     from jaxdist.plan.remedies.text import remedies_text
 
-    said = f"out of memory: {reason.splitlines()[0]}"
+    said, configured = f"out of memory: {reason.splitlines()[0]}", config
     config = with_default_remat(config, gpu=jax.default_backend() == "gpu")
     try:
         check_windows(config)
@@ -45,7 +45,7 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
     _say(said, "", "\n".join(memory_text(explain(config))), "")
     file = folder / "config.yaml"
     if not file.exists():  # the run had not begun
-        replace_file(file, to_yaml(config, redact_settings).encode())
+        replace_file(file, to_yaml(configured, redact_settings).encode())
     command, gpu = f"jaxdist explain {file} --remedies", _gpu_here()
     cluster = None if gpu is None else assumed_cluster(config, gpu)
     try:
