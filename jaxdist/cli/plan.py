@@ -13,15 +13,11 @@ from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.shipped import add_config, take_config, with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-_ONE_DEVICE = (
+_ONE_DEVICE = (  # a mesh that goes with any batch
     *(f"mesh.{axis.name}=1" for axis in fields(MeshConfig)),
-    "parallel.strategy=ddp",
-    "parallel.schedule=accumulate",
     "parallel.microbatches=1",
     "parallel.chunks=1",
     "parallel.stages=[]",
-    "parallel.sequence_parallel=false",
-    "parallel.collective_matmul=false",
 )
 _EXAMPLES = (
     "jaxdist plan llama_7b_h200 --gpu h200 --hosts 4 --link 100gbit --out plan",
@@ -72,14 +68,20 @@ def _load(path: str, overrides: list[str]) -> Config:
 
 
 def _load_whatever_layout(path: str, overrides: list[str]) -> Config:
-    """A configuration whose layout is replaced anyway, so that it may be one which does not go with the batch."""
+    """A configuration whose mesh is replaced anyway, so that it may be one which does not go with the batch."""
     try:
         return _load(path, overrides)
     except UserError as error:
+        refused = error
+    for more in (_ONE_DEVICE, (*_ONE_DEVICE, "parallel.schedule=accumulate")):  # in place of one of several stages
         try:
-            return _load(path, [*overrides, *_ONE_DEVICE])
-        except UserError:
-            raise error from None
+            found = _load(path, [*overrides, *more])
+        except UserError as error:
+            last = error
+        else:
+            print(f"the configured mesh is left out, which the plan replaces: {refused}", file=sys.stderr)
+            return found
+    raise last  # what is wrong with any mesh
 
 
 def _add_choice(parser: CommandParser) -> None:

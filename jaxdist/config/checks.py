@@ -86,7 +86,7 @@ def check_config(config: Config, *, planned: bool = False) -> Config:
         raise UserError(f"mesh.{rest}: -1, but nothing says how many devices there will be; give it a size")
     _check_mixture(config.data)
     if not planned:
-        check_files(config.data)
+        check_data_files(config.data)
     device_count = None if planned else known_devices(config.devices)
     if device_count is not None:
         config = replace(config, mesh=resolve_mesh(config.mesh, device_count, config.devices.fit, simulated=True))
@@ -289,7 +289,7 @@ def _check_mixture(data: DataConfig) -> None:
             )
 
 
-def check_files(data: DataConfig) -> None:
+def check_data_files(data: DataConfig) -> None:
     """Raise `UserError` where a file or folder that the data are read from does not exist."""
     for each in data.parts() or (data,):
         _check_paths(each)

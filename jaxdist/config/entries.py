@@ -22,7 +22,12 @@ class Entry(NamedTuple):
     @property
     def shipped(self) -> bool:
         """Whether it lies in the folder, and is not somebody else's."""
-        return "." not in self.name
+        return is_shipped(self.name)
+
+
+def is_shipped(name: str) -> bool:
+    """Whether an entry of this name lies in its folder, and is not somebody else's, which has a dotted path."""
+    return "." not in name
 
 
 Entries = tuple[Entry, ...]

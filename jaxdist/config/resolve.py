@@ -5,7 +5,6 @@ Nothing here imports jax.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import math
@@ -26,7 +25,6 @@ GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "ja
 INSTALL_CUDA = "pip install 'jaxdist[cuda13]', or 'jaxdist[cuda12]' for CUDA 12"
 
 
-@functools.cache
 def has_cuda_plugin() -> bool:
     """Whether jax's CUDA plugin is installed. What is described without devices is then for GPUs, unless
     `devices.platform` is cpu."""

@@ -66,12 +66,13 @@ def changed(config: Config, overrides: Overrides) -> Config:
     """The configuration with these values; not checked."""
 
     def put(section: Any, values: Overrides) -> Any:
-        inner: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
-        deeper: dict[str, dict[str, Any]] = {}
+        inner, deeper = dict[str, Any](), dict[str, dict[str, Any]]()
         for key, value in values.items():
-            if "." in key:
-                name, _, rest = key.partition(".")
+            name, dot, rest = key.partition(".")
+            if dot:
                 deeper.setdefault(name, {})[rest] = value
+            else:
+                inner[name] = value
         own = {name: put(inner.get(name, getattr(section, name)), each) for name, each in deeper.items()}
         return replace(section, **inner | own)
 

@@ -1,5 +1,6 @@
 """The closed-form ledger beside the traced one: the same bytes on every axis, for all that is shipped."""
 
+import functools
 import importlib
 import itertools
 import math
@@ -19,9 +20,12 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import abstract_mesh
+from jaxdist.parallel.pipeline.run import run_ticks
+from jaxdist.plan.closed import forms
 from jaxdist.plan.closed.calls import collective_call
 from jaxdist.plan.closed.leaves import Known, planned_mesh
 from jaxdist.plan.closed.ledger import sends_of
+from jaxdist.plan.closed.microbatch import one_tick, trace_microbatch
 from jaxdist.plan.closed.sent import Transfer, bytes_by_axes
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.traced.ledger import OP_OF_PRIMITIVE, Ledger, ledger, wire_bytes
@@ -53,6 +57,27 @@ CASES = {
     "a loss in chunks, fp16": "mesh={fsdp: 2, tensor: 2} model.loss_chunk=8 precision.policy=fp16 model.layers=2",
 }
 DRAWN, TOGETHER = 200, 10  # random configurations, and how many are one test
+
+
+@pytest.mark.parametrize("case", ["gpipe, bert", "zero3 of a pipeline", "halves"])
+def test_a_stage_without_ticks_sends_what_one_with_them_does(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`in_a_stage` does the work of `run_ticks` by itself, for it is traced in half the time."""
+    halves = case == "halves"
+    zero_bubble = ("mesh={pipe: 2, tensor: 2}", "parallel.schedule=zero_bubble", "parallel.microbatches=2")
+    config = tiny(*zero_bubble, "memory.remat=dots") if halves else config_of(case)
+    seen = list[bool]()
+
+    def both_ways(*given: Any) -> Any:
+        *rest, run = given
+        found = trace_microbatch(*rest, run)
+        ticks = functools.partial(run_ticks, one_tick(int(run.keywords["halves"])))
+        seen.append(run.keywords["halves"])
+        assert found == trace_microbatch(*rest, ticks)
+        return found
+
+    monkeypatch.setattr(forms, "trace_microbatch", both_ways)
+    sends_of(config, Known())
+    assert {*seen} == {halves}
 
 
 def both(config: Config, known: Known) -> tuple[list[Transfer], Ledger]:

@@ -152,6 +152,17 @@ def test_one_trace_tells_the_bytes_of_all_rows_and_blocks(case: str, monkeypatch
     assert units_of(config, Known()) == found and {2, 4} <= {*numbers} | {*UNIT_ROWS}
 
 
+@pytest.mark.parametrize("vocab", [8 * 1009, 8 * 1013])
+def test_rows_are_not_mistaken_for_a_vocabulary_that_the_primes_divide(vocab: int) -> None:
+    """Once such a head was read as one of a few words."""
+    peaks = {}
+    for size in (vocab, vocab + 8):
+        config = configured(*LIKE_TRACED["zero3, full"], f"model.vocab={size}", "data.global_batch=256")
+        peaks[size] = memory_of(config, Known())[PEAK]
+        assert not [prime for prime in Known().primes(config) if size % prime == 0]
+    assert peaks[vocab] == pytest.approx(peaks[vocab + 8], rel=0.005)
+
+
 def test_a_loss_without_blocks_is_traced_whole() -> None:
     smallest = ["mesh.fsdp=1", "model.blocks=[1]", "model.image_size=8"]
     config = load_config(ROOT / "configs" / "resnet_digits.yaml", smallest, planned=True)

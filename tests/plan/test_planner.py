@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,17 @@ from jaxdist.plan.search.choose import Predicted, predict_families, search, tie_
 from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import others
 from jaxdist.plan.search.result import LayoutPlan, argue, layout_named, layout_plan_to_json, plan_layout, write_plan
+from jaxdist.plan.search.second_process import SecondProcess
 from jaxdist.plan.search.seconds import Seconds, hidden_share, seconds_of
-from jaxdist.plan.search.space import MOST_MICROBATCHES, Layout, axis_splits, checked, layout_of, layouts
+from jaxdist.plan.search.space import (
+    MOST_MICROBATCHES,
+    Layout,
+    axis_splits,
+    checked,
+    layout_of,
+    layouts,
+    microbatch_counts,
+)
 from jaxdist.precision.policy import precision_of
 
 pytestmark = pytest.mark.xdist_group("planner")  # what one test has traced (`KNOWN`) serves the others
@@ -146,6 +156,24 @@ def test_a_second_process_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(choose, "predict_families", _ends_the_process)
     monkeypatch.setenv("FIRST_PROCESS", str(os.getpid()))
     assert search(config, cluster(), Known())._replace(took=0.0) == alone._replace(took=0.0)
+
+
+def _mistaken(*_: Any) -> Any:
+    raise UserError("mesh.data: 3; allowed: 2")
+
+
+def test_a_mistake_in_the_second_process_is_a_mistake(capfd: pytest.CaptureFixture[str]) -> None:
+    process = SecondProcess(_mistaken, 1)
+    with pytest.raises(UserError, match="mesh.data: 3; allowed: 2"):
+        process.result()
+    process.stop()
+    assert capfd.readouterr().err == ""
+
+
+def test_the_second_process_ends_with_the_first() -> None:
+    process = SecondProcess(time.sleep, 600)
+    process.here.close()  # as when the first one is killed
+    assert process.process.wait(timeout=60) == 1
 
 
 def _ends_the_process(*given: Any) -> Any:
@@ -288,10 +316,12 @@ def test_nothing_fits() -> None:
         plan_layout(tiny(), cluster(memory=300e3), basis="", traced=0, compiled=0, known=KNOWN, asked=asked)
 
 
-def test_the_configured_layout_need_not_go_with_the_batch() -> None:
+def test_the_configured_layout_need_not_go_with_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """It is replaced anyway. Once a smaller batch was refused for the shipped mesh."""
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
     config = _load_whatever_layout(quickstart, ["data.global_batch=2"])
+    assert "the configured mesh is left out, which the plan replaces: data.global_batch" in capsys.readouterr().err
+    assert config.parallel.strategy == load_config(quickstart, planned=True).parallel.strategy
     assert config.data.global_batch == 2 and config.mesh.data == config.mesh.fsdp == 1
     assert _load_whatever_layout(quickstart, ["data.global_batch=16"]).mesh.data == 2  # as it is configured
     with pytest.raises(UserError, match="data.global_batch"):
@@ -309,6 +339,8 @@ def test_one_stage_takes_as_many_microbatches_as_it_needs() -> None:
     assert counts == {1: 512, 2: MOST_MICROBATCHES}  # the last ones
     members = [each for family in layouts(config, 2, per_host=2) for each in family]
     assert max(each.values["parallel.microbatches"] for each in members if each.values["mesh.tensor"] == 2) == 1024
+    assert microbatch_counts(96, pipeline=False) == [1, 2, 4, 8, 16, 32, 64, 96]
+    assert microbatch_counts(96, pipeline=True) == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(

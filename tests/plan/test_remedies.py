@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import child
@@ -24,13 +25,15 @@ from jaxdist.plan import changes
 from jaxdist.plan.changes import REMEDIES, changed, typed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import memory_of
+from jaxdist.plan.compiled.hardware import get_gpu
 from jaxdist.plan.compiled.memory import Footprint
 from jaxdist.plan.explain import explain
 from jaxdist.plan.remedies import table as plan
-from jaxdist.plan.remedies.fitting import advice, host_room, smaller_microbatches
+from jaxdist.plan.remedies.fitting import advice, cheapest, device_room, host_room, smaller_microbatches
 from jaxdist.plan.remedies.table import Remedy, StepCost, Table, assumed_cluster, cost_of, remedies, remedies_to_json
 from jaxdist.plan.remedies.text import remedies_text
 from jaxdist.plan.search.choose import step_seconds
+from jaxdist.runtime.gpu_memory import memory_share
 from jaxdist.step import TrainStep
 from jaxdist.trainer.failures import out_of_memory
 from jaxdist.trainer.train import train
@@ -298,14 +301,29 @@ def remedy(name: str, peak: int, flops: float) -> Remedy:
     return Remedy(name, (name,), StepCost(Footprint(0, 0, 0, peak, 0), flops, wire_bytes=0.0))
 
 
-def test_the_command_of_a_run_that_fits() -> None:
+def test_the_room_of_a_device() -> None:
+    h200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: None)
+    assert device_room(h200) == memory_share() * get_gpu("h200").memory
+    assert device_room(SimpleNamespace(**vars(h200) | {"memory_stats": lambda: {"bytes_limit": 7}})) == 7
+    assert device_room(SimpleNamespace(**vars(h200) | {"device_kind": "another"})) == math.inf
+    share = device_room(jax.devices()[0])
+    assert share == pytest.approx(host_room() / 8, rel=0.1)
+
+
+def test_the_command_of_a_run_that_fits(tmp_path: Path) -> None:
     """The cheapest remedy that fits; if none does, what the closed form says of more microbatches."""
     config, file = configured("data.global_batch=64"), Path("config.yaml")
     table = Table(NOW, [remedy("a", 10, 9.0), remedy("b", 20, 3.0), remedy("c", 30, 1.0), Remedy("d", (), None, "no")])
-    [line] = advice(config, table, 25.0, file)
+    [line] = advice(config, table, 25.0, file)  # NOW takes 1000
     assert line.endswith("; the cheapest remedy that fits: jaxdist train config.yaml b")
     assert "of a device, as 8 share the memory of a process" in line
     assert advice(config, table, math.inf, file) == []
+    assert cheapest(table, 2000.0) == table.remedies[2]  # what failed was predicted to fit: half of it is taken
+    assert cheapest(table._replace(remedies=[remedy("e", 600, 1.0)]), 2000.0) is None
+    folder = tmp_path / "a run"
+    (folder / "checkpoints" / "step_2").mkdir(parents=True)
+    [line] = advice(config, table, 25.0, folder / "config.yaml")
+    assert line.endswith(f"jaxdist train '{folder}/config.yaml' --run-dir '{folder}' b")
     whole = memory_of(config, Known())["peak"]
     for room in (math.inf, whole / 3):
         found = smaller_microbatches(config, room)

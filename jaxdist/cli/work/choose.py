@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from jaxdist.cli.work.check_run import check_run
-from jaxdist.config.checks import check_files
+from jaxdist.config.checks import check_data_files
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -81,7 +81,7 @@ def _written(plan: LayoutPlan, arguments: Namespace) -> list[str]:
     paths = write_plan(plan, arguments.out)
     lines = [f"Written: {', '.join(map(str, paths))}", f"Train: {launch_command(plan, str(paths[1]))}"]
     try:
-        check_files(plan.config.data)
+        check_data_files(plan.config.data)
     except UserError as error:
         lines.append(f"Not here: {error}")
     return lines

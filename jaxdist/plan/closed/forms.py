@@ -21,7 +21,7 @@ from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.plan.closed.leaves import Known, model_key, planned_mesh
-from jaxdist.plan.closed.microbatch import PRIME_ROWS, Microbatch, in_a_stage, one_tick, trace_microbatch
+from jaxdist.plan.closed.microbatch import Microbatch, in_a_stage, one_tick, trace_microbatch
 from jaxdist.plan.closed.shares import Share
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.precision.policy import precision_of
@@ -89,7 +89,7 @@ def microbatches_of(
     least = parallel.min_shard_bytes
     # The size of `fsdp` does not matter where it splits the same parameters.
     for size, smallest in ((2 if fsdp % 2 == 0 or fsdp == 1 else fsdp, least if form.prefetch else 0), (fsdp, least)):
-        alone = _one_microbatch(config, size, smallest, moves, form)
+        alone = _one_microbatch(config, size, smallest, moves, form, rows=known.primes(config)[0])
         mesh, model = planned_mesh(alone), known.model(alone)
         options = replace(step_options(alone, mesh), prefetch=int(form.prefetch), pipeline_cond=not form.masked)
         specs = get_strategy(options).place(model.shapes, model.specs, mesh)
@@ -110,8 +110,11 @@ def microbatches_of(
     return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))
 
 
-def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form) -> Config:
-    """A step of one microbatch and one stage, which gathers and reduces each parameter at each use."""
+def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form, *, rows: int) -> Config:
+    """A step of one microbatch and one stage, which gathers and reduces each parameter at each use.
+
+    rows: of a device, where their number does not matter: a prime, by which the bytes of nothing else can be divided.
+    """
     mesh, parallel = config.mesh, config.parallel
     own = moves.gather_each or form.prefetch  # which cuts a head that is gathered, and none that is whole
     strategy = parallel.strategy if own else "zero3"
@@ -120,7 +123,7 @@ def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: F
     return replace(
         config,
         model=config.model.replace(**{key: value for key, value in chunk.items() if key in known}),
-        data=replace(config.data, global_batch=(form.samples or PRIME_ROWS) * fsdp * mesh.expert),
+        data=replace(config.data, global_batch=(form.samples or rows) * fsdp * mesh.expert),
         mesh=MeshConfig(fsdp=fsdp, expert=mesh.expert, context=mesh.context, tensor=mesh.tensor),
         parallel=replace(
             parallel,

@@ -13,8 +13,9 @@ from jaxdist.mesh import AXES, AnyMesh, abstract_mesh
 from jaxdist.model import ModelDef
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.pipeline.stages import arrange
+from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.precision.policy import precision_of
-from jaxdist.specs import bytes_per_device, named_leaves
+from jaxdist.specs import STACKED, bytes_per_device, named_leaves
 
 
 class Leaf(NamedTuple):
@@ -39,6 +40,7 @@ class Leaf(NamedTuple):
         return self.nbytes // self.shape.dtype.itemsize
 
 
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
 _TRACED = ("units", "microbatch", "work")  # kinds of results, the first words of their keys
 
 
@@ -85,6 +87,20 @@ class Known:
             return make_model(alone, precision_of(config.precision), stages=1, training=True, attention=attention)
 
         return self.get(("model", *of_layers(config), attention), make)
+
+    def primes(self, config: Config) -> tuple[int, int]:
+        """Two primes that divide no dim of the model's parameters or of a sample: numbers of rows and of blocks whose
+        dims are found again in a trace."""
+
+        def make() -> tuple[int, int]:
+            shapes, batch = self.model_in_order(config).shapes, batch_of(config, planned_mesh(config))
+            dims = {dim for leaf in jax.tree.leaves(batch) for dim in leaf.shape[1:]}
+            for unit, tree in shapes.items():
+                dims |= {dim for leaf in jax.tree.leaves(tree) for dim in leaf.shape[unit == STACKED :]}
+            first, second, *_ = (prime for prime in _PRIMES if all(dim % prime for dim in dims - {0}))
+            return first, second
+
+        return self.get(("primes", *of_layers(config)), make)
 
     def leaves(self, config: Config) -> tuple[Leaf, ...]:
         """The parameters of a configuration, in the order of its tree. The model must have blocks (`ModelDef`)."""

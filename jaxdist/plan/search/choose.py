@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jaxdist.config.entries import ScheduleFacts
+from jaxdist.config.entries import ScheduleFacts, is_shipped
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
@@ -167,8 +167,8 @@ def _halves(config: Config, families: list[list[Layout]]) -> tuple[list[int], li
     Families with the same axes of layers need the same traces, and stay together.
     """
     everything = [*range(len(families))]
-    of_ones_own = "." in config.model.name  # a module that may lie anywhere
-    if sum(map(len, families)) < WORTH_A_PROCESS or of_ones_own or len(os.sched_getaffinity(0)) < 2:
+    own = not is_shipped(config.model.name)  # a module that may lie anywhere
+    if sum(map(len, families)) < WORTH_A_PROCESS or own or len(os.sched_getaffinity(0)) < 2:
         return everything, []
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, family in enumerate(families):

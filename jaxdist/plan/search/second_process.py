@@ -9,16 +9,19 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from jaxdist.errors import UserError
 
 
 class SecondProcess:
     """A call of a function in another process, which has no devices but CPUs.
 
     function: of a module, pure.
-    arguments: a few kB. They are copied to the process, which takes seconds until it reads more.
+    arguments: a few kB: what does not go into the buffer of a pipe waits for seconds, until the process has started.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -29,18 +32,22 @@ class SecondProcess:
             [sys.executable, "-m", __name__, str(there.fileno())],
             pass_fds=[there.fileno()],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
+            process_group=0,  # Ctrl-C is for this process, which ends the other one
         )
         there.close()
         with contextlib.suppress(ConnectionError):  # it has ended, and `result` sees that
             self.here.send((function, arguments))
 
     def result(self) -> Any:
-        """What the function returns. If the process ended without a result, such as one that was killed for memory, the
-        function is called here."""
+        """What the function returns; its `UserError` is raised here. If the process ended without a result, such as one
+        that was killed for memory, the function is called here."""
         try:
-            return self.here.recv()
+            result, error = self.here.recv()
         except (EOFError, ConnectionError):
             return self.function(*self.arguments)
+        if error is not None:
+            raise UserError(error)
+        return result
 
     def stop(self) -> None:
         """End the process, if it is still there."""
@@ -52,7 +59,19 @@ class SecondProcess:
 def _serve(connection: Connection) -> None:
     """The work of the process."""
     function, arguments = connection.recv()
-    connection.send(function(*arguments))
+    threading.Thread(target=_end_with_the_first, args=(connection,), daemon=True).start()
+    try:
+        result, error = function(*arguments), None
+    except UserError as mistake:
+        result, error = None, str(mistake)
+    connection.send((result, error))
+
+
+def _end_with_the_first(connection: Connection) -> None:
+    """End this process when the first one has ended, however it did."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)
 
 
 if __name__ == "__main__":

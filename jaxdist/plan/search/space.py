@@ -120,9 +120,7 @@ def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> l
     """The members of a family."""
     remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
     rows = config.data.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
-    # One stage takes as many as it needs to fit, down to one sequence at a time.
-    most = rows if ScheduleFacts.of(values["parallel.schedule"]).one_stage else min(rows, MOST_MICROBATCHES)
-    counts = [2**k for k in range(rows.bit_length()) if 2**k <= most] or [1]
+    counts = microbatch_counts(rows, pipeline=not ScheduleFacts.of(values["parallel.schedule"]).one_stage)
     each = itertools.product((config.memory.offload.optimizer, True), remats, counts)
     return [
         Layout(
@@ -135,6 +133,14 @@ def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> l
         )
         for offload, remat, count in dict.fromkeys(each)
     ]
+
+
+def microbatch_counts(rows: int, *, pipeline: bool) -> list[int]:
+    """The numbers of microbatches that are tried for so many sequences of a device: powers of two. One stage takes as
+    many as it needs to fit, down to one sequence at a time."""
+    most = min(rows, MOST_MICROBATCHES) if pipeline else rows
+    counts = [2**k for k in range(rows.bit_length()) if 2**k <= most] or [1]
+    return counts if pipeline else sorted({*counts, max(1, rows)})
 
 
 def _schedules(config: Config, stages: int) -> list[tuple[str, int]]:

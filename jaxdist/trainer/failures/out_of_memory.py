@@ -57,7 +57,9 @@ def advise(config: Config, folder: Path, reason: str, *, compiling: bool) -> Non
         _say(f"what would save memory, and how much: {command}")
     else:
         _say(remedies_text(table, predicted_for="" if cluster is None else f"{cluster.devices} x {cluster.name}"))
-    _say(*advice(config, table, device_room(), file))
+    if jax.process_count() == 1:  # others may hold state and memory still
+        for line in advice(config, table, device_room(jax.local_devices()[0]), file):
+            _say(line)
     if jax.default_backend() != "cpu":
         _say(f"a layout that fits, the fastest, with reasons: {_planning(config, file, gpu)}")
 

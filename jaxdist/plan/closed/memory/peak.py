@@ -48,7 +48,7 @@ def memory_of(config: Config, known: Known, *, most: float = math.inf) -> dict[s
     most: where state, batch and gradients alone are more bytes, the parts are these: nothing is traced for what is left
         out anyway.
     """
-    if ModelFacts.of(config.model.name).user_loss or config.distill.on or config.parallel.local.on:
+    if traced_whole(config):
         return _traced(config)
     mesh, parallel, rest = config.mesh, config.parallel, at_rest(config, known)
     key = ("batch", mesh_sizes(config), config.data.global_batch, config.data.seq_len)
@@ -66,6 +66,12 @@ def memory_of(config: Config, known: Known, *, most: float = math.inf) -> dict[s
     sizes = {name: line(rows) for name, line in units_of(config, known)._asdict().items()}
     phases += _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
     return _with_peak(rest.state | {"batch": batch}, phases)
+
+
+def traced_whole(config: Config) -> bool:
+    """Whether the memory of a step has no closed form: of a loss without blocks, distillation, replicas that train by
+    themselves."""
+    return ModelFacts.of(config.model.name).user_loss or config.distill.on or config.parallel.local.on
 
 
 def _with_peak(held: dict[str, int], phases: list[Phase]) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Traces of the units of a model, read for several numbers of rows and of blocks.
 
-A unit is traced on a mesh of the layers' axes with one stage and two devices that have other samples. Rows and blocks
-are prime numbers that divide no other dim: in the traced program the dims that they are part of are found again, and
-read as any number (`Reading`). So one trace tells the bytes of all of them.
+A unit is traced on a mesh of the layers' axes with one stage and two devices that have other samples. The numbers of
+rows and of blocks are large primes there (`Known.primes`). A dim that such a prime divides comes from rows or blocks:
+the real number is put in its place (`Reading`). So one trace tells the bytes for any number of rows and blocks.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.build import attention_of, step_options
 from jaxdist.collectives import to_varying
+from jaxdist.config.entries import is_shipped
 from jaxdist.config.schema import Config
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.jaxpr.walk import equations
@@ -33,7 +34,6 @@ from jaxdist.plan.traced.liveness import BytesOfSizes, peaks_of_sizes
 from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, without_idle
 
 UNIT_ROWS = (2, 4)  # of a device: the numbers for which bytes are told
-_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 Readings = dict[str, list[tuple[float, float]]]  # {what: bytes for each number of blocks, for both of `UNIT_ROWS`}
 
 
@@ -92,7 +92,7 @@ class UnitTraces:
             prefetch=0,
             remat="full" if options.remat == "offload" else options.remat,
         )
-        self.config, self.together = config, together
+        self.config, self.together, self.primes = config, together, known.primes(config)
         model = known.model_in_order(config, attention_of(config, options.precision, self.mesh)[0])
         self.shapes = model.shapes
         self.strategy = get_strategy(self.options)
@@ -104,7 +104,7 @@ class UnitTraces:
         self.stages, self.hidden = self.program.stages, self.program.hidden
         # Experts round the rows of a buffer up, and so may a model of somebody else's: no multiple of the rows.
         experts = getattr(config.model, "moe", None)
-        self.rounds = "." in config.model.name or (experts is not None and experts.on)
+        self.rounds = not is_shipped(config.model.name) or (experts is not None and experts.on)
 
     def head(self) -> Readings:
         """h, and the work space of both passes of the head. (A loss in chunks has other dims for other rows.)"""
@@ -190,8 +190,7 @@ class UnitTraces:
 
         each: whether each number of rows is traced.
         """
-        dims = [dim for leaf in jax.tree.leaves(self.shapes) for dim in leaf.shape[1:]]
-        of_rows, of_blocks = _primes_beside([*dims, self.config.data.seq_len])
+        of_rows, of_blocks = self.primes
         blocks = counts[0] if self.together else of_blocks
         numbers = [(of_blocks, count) for count in counts]
         if each or self.rounds:
@@ -263,10 +262,3 @@ def _sum(sizes: Iterable[BytesOfSizes], measures: Sequence[Reading]) -> BytesOfS
     """The sum of bytes, in each of the readings."""
     given = list(sizes)
     return tuple(math.fsum(each[place] for each in given) for place in range(len(measures)))
-
-
-def _primes_beside(dims: Iterable[int]) -> tuple[int, int]:
-    """Two primes that divide none of these dims."""
-    given = {*dims} - {0}
-    first, second, *_ = (prime for prime in _PRIMES if all(dim % prime for dim in given))
-    return first, second
