@@ -44,7 +44,6 @@ from jaxdist.specs import (
     without_idle,
 )
 
-PRIME_ROWS = 1009  # of the microbatch that is traced: a prime, by which the bytes of nothing else can be divided
 BLOCKS, HEAD = UNITS[1:]
 _MARK = "unit of a stage "  # a scope: which unit of a stage runs
 
