@@ -49,11 +49,13 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
 
         return run_check(arguments, given=argv)
     path, overrides = take_config(parser, arguments)
-    load = _load if arguments.compile else _load_whatever_layout
-    plain = ["parallel.prefetch=0"] * arguments.by_compiler  # compiled as a step that does not
-    config = load(path, [*overrides, *plain])
+    given = [*overrides, *(["parallel.prefetch=0"] * arguments.by_compiler)]  # compiled as a step that does not
+    if arguments.compile:
+        config = load_config(path, given, planned=True)
+    else:
+        config, given = _whatever_the_mesh(path, given)
     if arguments.calibration is None:  # what memory.remat auto is there
-        there = load(path, ["devices.platform=gpu", *overrides, *plain])
+        there = load_config(path, ["devices.platform=gpu", *given], planned=True)
         config = replace(config, memory=there.memory)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPUs are described, none is started
     if arguments.compile:
@@ -63,25 +65,22 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     return run_choose(config, arguments)
 
 
-def _load(path: str, overrides: list[str]) -> Config:
-    return load_config(path, overrides, planned=True)
-
-
-def _load_whatever_layout(path: str, overrides: list[str]) -> Config:
-    """A configuration whose mesh is replaced anyway, so that it may be one which does not go with the batch."""
-    try:
-        return _load(path, overrides)
-    except UserError as error:
-        refused = error
-    for more in (_ONE_DEVICE, (*_ONE_DEVICE, "parallel.schedule=accumulate")):  # in place of one of several stages
+def _whatever_the_mesh(path: str, overrides: list[str]) -> tuple[Config, list[str]]:
+    """(the configuration, the overrides that it was loaded with). Its mesh is replaced anyway, and may be one that does
+    not go with the batch: these overrides then leave it out."""
+    # The last is for a schedule of several stages.
+    tried = [[], [*_ONE_DEVICE], [*_ONE_DEVICE, "parallel.schedule=accumulate"]]
+    refused = list[UserError]()
+    for more in tried:
         try:
-            found = _load(path, [*overrides, *more])
+            config = load_config(path, [*overrides, *more], planned=True)
         except UserError as error:
-            last = error
-        else:
-            print(f"the configured mesh is left out, which the plan replaces: {refused}", file=sys.stderr)
-            return found
-    raise last  # what is wrong with any mesh
+            refused.append(error)
+            continue
+        if refused:
+            print(f"the configured mesh is left out, which the plan replaces: {refused[0]}", file=sys.stderr)
+        return config, [*overrides, *more]
+    raise refused[-1]  # what is wrong with any mesh
 
 
 def _add_choice(parser: CommandParser) -> None:

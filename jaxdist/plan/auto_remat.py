@@ -33,13 +33,13 @@ def start_fitting(config: Config, watched: Callable[[Config], AbstractContextMan
     judged = with_default_remat(config, gpu=True)
     if config.memory.remat != AUTO or judged.memory.remat != "dots" or gpu is None:
         return config
-    share, needed = memory_share(), needed_bytes(judged)
-    if needed is None or from_first(needed <= share * gpu.memory):
+    needed = needed_bytes(judged)
+    if needed is None or from_first(needed <= gpu.usable):
         return config
     if jax.process_index() == 0:
         print(
-            f"{REMAT}: auto is full here: with dots a GPU may need {format_bytes(needed)}, and a run takes {share:.0%}"
-            f" of {format_bytes(gpu.memory)}",
+            f"{REMAT}: auto is full here: with dots a GPU may need {format_bytes(needed)}, and a run takes"
+            f" {memory_share():.0%} of {format_bytes(gpu.memory)}",
             flush=True,
         )
     return replace(config, memory=replace(config.memory, remat="full"))

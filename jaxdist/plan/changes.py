@@ -3,11 +3,11 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxdist.config.checks import check_config
 from jaxdist.config.entries import StrategyFacts
+from jaxdist.config.load import with_settings
 from jaxdist.config.rules.remat import MODES
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -64,19 +64,7 @@ REMEDIES: tuple[tuple[str, Callable[[Config], Overrides]], ...] = (
 
 def changed(config: Config, overrides: Overrides) -> Config:
     """The configuration with these values; not checked."""
-
-    def put(section: Any, values: Overrides) -> Any:
-        inner, deeper = dict[str, Any](), dict[str, dict[str, Any]]()
-        for key, value in values.items():
-            name, dot, rest = key.partition(".")
-            if dot:
-                deeper.setdefault(name, {})[rest] = value
-            else:
-                inner[name] = value
-        own = {name: put(inner.get(name, getattr(section, name)), each) for name, each in deeper.items()}
-        return replace(section, **inner | own)
-
-    found: Config = put(config, overrides)
+    found: Config = with_settings(config, overrides)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxdist.cli.main import main
-from jaxdist.cli.plan import _load_whatever_layout
+from jaxdist.cli.plan import _whatever_the_mesh
 from jaxdist.collectives.cost import Link
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
@@ -319,13 +319,15 @@ def test_nothing_fits() -> None:
 def test_the_configured_layout_need_not_go_with_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """It is replaced anyway. Once a smaller batch was refused for the shipped mesh."""
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
-    config = _load_whatever_layout(quickstart, ["data.global_batch=2"])
+    config, given = _whatever_the_mesh(quickstart, ["data.global_batch=2"])
+    assert load_config(quickstart, given, planned=True) == config
     assert "the configured mesh is left out, which the plan replaces: data.global_batch" in capsys.readouterr().err
     assert config.parallel.strategy == load_config(quickstart, planned=True).parallel.strategy
     assert config.data.global_batch == 2 and config.mesh.data == config.mesh.fsdp == 1
-    assert _load_whatever_layout(quickstart, ["data.global_batch=16"]).mesh.data == 2  # as it is configured
+    config, given = _whatever_the_mesh(quickstart, ["data.global_batch=16"])
+    assert config.mesh.data == 2 and given == ["data.global_batch=16"]  # as it is configured
     with pytest.raises(UserError, match="data.global_batch"):
-        _load_whatever_layout(quickstart, ["data.global_batch=0"])
+        _whatever_the_mesh(quickstart, ["data.global_batch=0"])
 
 
 def test_one_stage_takes_as_many_microbatches_as_it_needs() -> None:

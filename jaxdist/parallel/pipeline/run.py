@@ -130,6 +130,26 @@ def run_ticks(
     return *state.totals, state.grads, ()
 
 
+def head_gradients(
+    stages: Stages, diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree, seed: Seed
+) -> tuple[tuple[PyTree, jax.Array], tuple[jax.Array, jax.Array]]:
+    """((gradients of the units that the head reads, of `h`), (loss, weight)) of a microbatch."""
+
+    def seeded(units: PyTree, h: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        loss, weight = stages.head(diff | units, captured, h, batch)
+        return seeded_loss(loss, seed), (loss, weight)
+
+    units = {name: diff[name] for name in stages.head_units}
+    found: Any = jax.grad(seeded, argnums=(0, 1), has_aux=True)(units, h)
+    return found
+
+
+def embed_gradients(embed: Callable[[PyTree], jax.Array], diff: PyTree, dh: jax.Array) -> PyTree:
+    """Gradients of the embedding. That of a lookup does not need the looked up rows, nor the table."""
+    (grads,) = trimmed(lambda dh: jax.vjp(embed, diff)[1](dh), dh)
+    return grads
+
+
 class _Machine(NamedTuple):
     """The constants of the loop, and the work of a tick as functions state -> state."""
 
@@ -243,12 +263,7 @@ class _Machine(NamedTuple):
     def _run_head(self, state: _State, batch: PyTree, slot: jax.Array) -> _State:
         """The state with the loss of a microbatch, and its gradients with respect to the head and the head's input."""
 
-        def seeded(units: PyTree, h: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            loss, weight = self.stages.head(self.diff | units, self.captured, h, batch)
-            return seeded_loss(loss, self.seed), (loss, weight)
-
-        units = {name: self.diff[name] for name in self.stages.head_units}
-        (grads, dh), totals = jax.grad(seeded, argnums=(0, 1), has_aux=True)(units, state.h)
+        (grads, dh), totals = head_gradients(self.stages, self.diff, self.captured, state.h, batch, self.seed)
         late = put(state.late, slot if self.slots.late_loss else 0, dh)
         totals = jax.tree.map(jnp.add, state.totals, totals)
         return state._replace(late=late, totals=totals, grads=self._added(state.grads, grads))
@@ -258,9 +273,7 @@ class _Machine(NamedTuple):
 
     def _pull_embed(self, state: _State, microbatch: jax.Array) -> _State:
         batch = at(self.microbatches, microbatch)
-        embed = functools.partial(self._embed, batch=batch)
-        # The gradient of a lookup does not need the looked up rows, nor the table.
-        (grads,) = trimmed(lambda dh: jax.vjp(embed, self.diff[EMBED])[1](dh), state.dh)
+        grads = embed_gradients(functools.partial(self._embed, batch=batch), self.diff[EMBED], state.dh)
         return state._replace(grads=self._added(state.grads, {EMBED: grads}))
 
     def _added(self, total: PyTree, grads: PyTree) -> PyTree:

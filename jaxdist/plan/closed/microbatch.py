@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import to_varying
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import Reached, outermost, reached
-from jaxdist.jaxpr.evaluate import trimmed, without_dead_code
+from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.blocks.layers import at
@@ -27,9 +27,10 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.microbatch import sample_keys, with_seed
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.relay import BACKWARD, FORWARD, blocks_of_chunk
+from jaxdist.parallel.pipeline.run import embed_gradients, head_gradients
 from jaxdist.parallel.pipeline.table import Ticks
 from jaxdist.parallel.program import program_and_region
-from jaxdist.parallel.schedule import EMBED, Program, seeded_loss
+from jaxdist.parallel.schedule import EMBED, Program
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.plan.traced.ledger import GRADIENT, OP_OF_PRIMITIVE, meaning_of
 from jaxdist.specs import (
@@ -119,7 +120,7 @@ def in_a_stage(
     halves: whether the backward pass of the blocks is in two, B and W.
     """
     assert program.stages is not None
-    stages, batch, units = program.stages, at(microbatches, 0), program.stages.head_units
+    stages, batch = program.stages, at(microbatches, 0)
     blocks: Any = stages.blocks
     rows = blocks_of_chunk(diff[STACKED], captured[STACKED], 0, chunks=1, counts=stages.counts)
 
@@ -127,16 +128,12 @@ def in_a_stage(
         found: jax.Array = stages.embed(unit, captured[EMBED], batch)
         return found
 
-    def head(units: PyTree, h: jax.Array) -> Any:
-        loss, weight = stages.head(diff | units, captured, h, batch)
-        return seeded_loss(loss, seed), (loss, weight)
-
     with jax.named_scope(FORWARD):
         h, saved = blocks.forward(rows, embed(diff[EMBED]), stages.read_by_blocks(batch))
-        (of_head, dh), sums = jax.grad(head, argnums=(0, 1), has_aux=True)({name: diff[name] for name in units}, h)
+        (of_head, dh), sums = head_gradients(stages, diff, captured, h, batch, seed)
     with jax.named_scope(BACKWARD):
         of_blocks, dh_first = (blocks.backward_input if halves else blocks.backward)(rows, saved, dh)
-        (of_embed,) = trimmed(lambda dh: jax.vjp(embed, diff[EMBED])[1](dh), dh_first)
+        of_embed = embed_gradients(embed, diff[EMBED], dh_first)
         if halves:
             of_blocks = blocks.backward_weights(rows, saved, of_blocks, dh)
     return sums, of_head, of_blocks, of_embed

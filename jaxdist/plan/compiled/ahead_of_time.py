@@ -89,7 +89,7 @@ class FitVerdict(NamedTuple):
 def fit_verdict(footprint: Footprint, gpu: Gpu) -> FitVerdict:
     """The verdict for a step on a GPU."""
     share = memory_share()
-    spare = share * gpu.memory - footprint.peak
+    spare = gpu.usable - footprint.peak
     return FitVerdict(spare >= 0, share, spare, footprint.peak / gpu.memory)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxdist.errors import UserError
 from jaxdist.plan.compiled.replay import Rates
 from jaxdist.precision.policy import Precision
+from jaxdist.runtime.gpu_memory import memory_share
 
 # Assumed shares of the makers' figures, for replays alone: 800 of 989 TFLOP/s, what large products reach on H100 and
 # H200; 400 of 450 GB/s, bus bandwidth of large collectives inside a node (nccl-tests issues 212 and 272: 360 to 480).
@@ -37,6 +38,11 @@ class Gpu(NamedTuple):
     bandwidth: float
     nvlink: float
     source: str
+
+    @property
+    def usable(self) -> float:
+        """Bytes that a run which is started in this environment takes for its arrays."""
+        return memory_share() * self.memory
 
     @property
     def rates(self) -> Rates:

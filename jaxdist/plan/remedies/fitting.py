@@ -22,7 +22,6 @@ from jaxdist.plan.closed.memory.peak import PEAK, memory_of, traced_whole
 from jaxdist.plan.compiled.hardware import gpu_of
 from jaxdist.plan.remedies.table import Remedy, Table
 from jaxdist.plan.search.space import microbatch_counts
-from jaxdist.runtime.gpu_memory import memory_share
 from jaxdist.specs import format_bytes
 
 
@@ -36,7 +35,7 @@ def device_room(device: jax.Device) -> float:
     if limit := (device.memory_stats() or {}).get("bytes_limit"):
         return float(limit)
     gpu = gpu_of(device.device_kind)
-    return math.inf if gpu is None else memory_share() * gpu.memory
+    return math.inf if gpu is None else gpu.usable
 
 
 def host_room(container: Path = Path("/sys/fs/cgroup/memory.max")) -> float:

@@ -12,7 +12,6 @@ from jaxdist.plan.calibration.file import Calibration
 from jaxdist.plan.compiled.hardware import GPUS, Gpu, get_gpu, gpu_of
 from jaxdist.plan.machines import DEVICES, pcie, rate_of_link
 from jaxdist.precision.policy import Precision
-from jaxdist.runtime.gpu_memory import memory_share
 
 # Two plans whose predicted seconds differ by less than this are a tie, where nothing was measured: an assumption.
 # Calibrations bring their own spread.
@@ -116,7 +115,7 @@ def gpu_cluster(
         name=gpu,
         hosts=hosts,
         per_host=per_host,
-        memory=memory_share() * found.memory,
+        memory=found.usable,
         flops=share * _products(found, precision),
         bandwidth=found.bandwidth,
         inside=near,
@@ -144,7 +143,7 @@ def calibrated_cluster(found: Calibration, *, memory: float = math.inf) -> PlanC
         name=found.device,
         hosts=found.hosts,
         per_host=found.per_host,
-        memory=memory if gpu is None else min(memory, memory_share() * gpu.memory),
+        memory=memory if gpu is None else min(memory, gpu.usable),
         flops=math.inf,
         bandwidth=1 / found.optimizer,
         inside=inside,

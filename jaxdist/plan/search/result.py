@@ -97,11 +97,11 @@ def _nothing_fits(config: Config, found: Search, asked: Layout | None, known: Kn
     cluster, nearest = found.cluster, _with_all_memory(found.nearest, known)
     said = f"the nearest, {nearest.layout.name()}, {does_not_fit(nearest, cluster.memory)}"
     if asked is not None:
-        allowed = checked(config, asked, gpu=cluster.gpu)
-        if not isinstance(allowed, str):
-            each = _with_all_memory(predicted(asked, allowed, cluster, known), known)
-            allowed = does_not_fit(each, cluster.memory)
-        said += f"; {asked.name()}: {allowed}"
+        try:
+            why = does_not_fit(_argued(config, asked, cluster, known), cluster.memory)
+        except UserError as error:
+            why = str(error)
+        said += f"; {asked.name()}: {why}"
     return (
         f"plan: no layout of {cluster.devices} x {cluster.name} fits; {said}; allowed: more devices, or what changes"
         " the training: a smaller data.global_batch or data.seq_len, another optimizer"
@@ -110,18 +110,23 @@ def _nothing_fits(config: Config, found: Search, asked: Layout | None, known: Kn
 
 def argue(config: Config, layout: Layout, cluster: PlanCluster, tie: Tie, known: Known) -> Other:
     """A layout beside the choice. Raises the `UserError` of one that is not allowed."""
-    found = checked(config, layout, gpu=cluster.gpu)
-    if isinstance(found, str):
-        raise UserError(found)
-    candidate = predicted(layout, found, cluster, known)
+    candidate = _argued(config, layout, cluster, known)
     if candidate.peak > cluster.memory:
-        candidate = _with_all_memory(candidate, known)
         return Other(candidate, does_not_fit(candidate, cluster.memory))
     if candidate.layout == tie.winner.layout:
         return Other(candidate, "it is the choice")
     if candidate.seconds.total <= (1 + cluster.spread) * tie.fastest:
         return Other(candidate, f"as fast as the choice, within {cluster.spread:.0%}; the choice is simpler")
     return Other(candidate, slower(candidate, tie.winner))
+
+
+def _argued(config: Config, layout: Layout, cluster: PlanCluster, known: Known) -> Predicted:
+    """A layout with all its figures. Raises the `UserError` of one that is not allowed."""
+    found = checked(config, layout, gpu=cluster.gpu)
+    if isinstance(found, str):
+        raise UserError(found)
+    candidate = predicted(layout, found, cluster, known)
+    return _with_all_memory(candidate, known) if candidate.peak > cluster.memory else candidate
 
 
 def _with_all_memory(each: Predicted, known: Known) -> Predicted:

@@ -144,7 +144,10 @@ class UnitTraces:
         """What the forward pass of the blocks of a stage needs, for these numbers of blocks."""
 
         def read(given: "_Given") -> dict[str, BytesOfSizes]:
-            forward = self.forward(given)
+            run: Any = self.stages.blocks
+            forward = given.needs(
+                lambda diff, h: run.forward(given.rows(diff), h, given.read), given.diff[STACKED], given.h
+            )
             saved = jax.tree.leaves(jax.eval_shape(pack, forward.results[1]))
             return {"forward": forward.work, "kept": _sum(map(given.size, saved), given.measures)}
 
@@ -177,11 +180,6 @@ class UnitTraces:
         """The array before the first block."""
         found: jax.Array = self.stages.embed(unit, given.captured["embed"], given.batch)
         return found
-
-    def forward(self, given: "_Given") -> _Needs:
-        """What the forward pass of a stage's blocks needs; its results: (the array behind them, what is kept)."""
-        run: Any = self.stages.blocks
-        return given.needs(lambda diff, h: run.forward(given.rows(diff), h, given.read), given.diff[STACKED], given.h)
 
     def _at(
         self, read: Callable[["_Given"], dict[str, BytesOfSizes]], counts: tuple[int, ...], *, each: bool = False
