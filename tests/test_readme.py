@@ -30,7 +30,6 @@ def block(start: str) -> str:
     return found
 
 
-@pytest.mark.slow
 def test_the_header_of_the_quickstart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +59,6 @@ def test_a_mistake_is_answered() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", shown)
 
 
-@pytest.mark.slow
 def test_the_ledger_of_1024_devices(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """To the line number: where this fails, put what the command prints into docs/explain.md."""
     monkeypatch.chdir(ROOT)
