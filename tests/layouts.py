@@ -49,6 +49,7 @@ class Case(NamedTuple):
     context: int = 1
     form: str | None = None  # of attention over context
     expert: int = 1
+    batch_split: int = 1
 
     def __str__(self) -> str:
         later = self[10:14] if self[10:14] != (False, 1, "accumulate", 1) else ()
@@ -56,6 +57,7 @@ class Case(NamedTuple):
         last += tuple(getattr(value, "dispatch", key) for key, value in self.options) + ("documents",) * self.documents
         last += (f"{self.form}{self.context}",) if self.form else ()
         last += (f"expert{self.expert}",) if self.expert > 1 else ()
+        last += ("halves",) if self.batch_split > 1 else ()
         return "-".join(str(part) for part in (*self[:4], "x".join(map(str, self.mesh)), *self[5:10], *later, *last))
 
 
@@ -168,6 +170,7 @@ def parts_of(case: Case, policy: str) -> tuple[optax.GradientTransformation, Tra
         grad_sync=sync_of(case),
         remat=case.remat,
         prefetch=case.prefetch,
+        batch_split=case.batch_split,
         return_grads=True,
         pipeline_cond=not case.collective_matmul and case.form != "ring",
     )

@@ -68,6 +68,8 @@ def drawn(rng: random.Random) -> dict[str, Any]:
         found |= {"parallel.grad_sync.bucket_mb": pick([0.005, 0.02, 0.0001])}
     if chance(0.08):
         found |= {"parallel.grad_sync.deterministic": "true", "parallel.grad_sync.virtual_shards": pick([8, 16])}
+    if chance(0.15):
+        found |= {"parallel.batch_split": 2}
     if chance(0.1):
         found |= {"optimizer.freeze": pick(["[embed.*]", "[*norm*]", "[blocks.mlp.*]"])}
     return found | {"gpt": _gpt, "bert": _bert, "vit": _vit}[pick(["gpt"] * 6 + ["bert", "vit"])](rng, sizes)

@@ -12,10 +12,10 @@ from jaxdist import registry
 from jaxdist.config.entries import ModelFacts, ScheduleFacts, SourceFacts, StrategyFacts, entries_of
 from jaxdist.config.resolve import has_cuda_plugin, known_devices, resolve_mesh, rest_axis
 from jaxdist.config.rules.batch import check_rows
-from jaxdist.config.rules.collective_matmul import check_collective_matmul, check_conditions
 from jaxdist.config.rules.fields import keys, show
 from jaxdist.config.rules.grad_sync import ORDERED_OPTIMIZERS, check_pairs, check_shards, refuse_optimizer
 from jaxdist.config.rules.mesh import check_axis
+from jaxdist.config.rules.overlap import check_batch_split, check_collective_matmul, check_conditions, check_split_sums
 from jaxdist.config.rules.pipeline import check_counts, check_one_stage, check_stages, refuse_stages
 from jaxdist.config.rules.precision import check_float64, check_half_state, check_scale, check_skips
 from jaxdist.config.rules.remat import (
@@ -157,7 +157,9 @@ def check_layout(config: Config) -> None:
     _check_stages(config, mesh["pipe"])
     check_rows(
         config.data.global_batch,
-        {axis: mesh[axis] for axis in ("data", "fsdp", "expert")} | {"microbatches": config.parallel.microbatches},
+        {axis: mesh[axis] for axis in ("data", "fsdp", "expert")}
+        | {"microbatches": config.parallel.microbatches}
+        | ({"batch_split": config.parallel.batch_split} if config.parallel.batch_split > 1 else {}),
     )
     if config.parallel.grad_sync.deterministic:
         _check_deterministic(config, mesh)
@@ -211,8 +213,8 @@ def _check_loss(config: Config) -> None:
     parallel, unset = config.parallel, type(config.parallel)()
     if ScheduleFacts.of(parallel.schedule).one_stage is False:
         refuse_stages(f"model.name: {config.model.name!r}", parallel.schedule, allowed="parallel.schedule=accumulate")
-    for key in ("prefetch", "stages", "sequence_parallel", "collective_matmul"):
-        if given := getattr(parallel, key):
+    for key in ("prefetch", "stages", "sequence_parallel", "collective_matmul", "batch_split"):
+        if (given := getattr(parallel, key)) and given != getattr(unset, key):
             raise UserError(
                 f"parallel.{key}: {show(given)} is for models with blocks, and model.name {config.model.name!r} is a"
                 f" loss, which is one unit; allowed: {show(getattr(unset, key))}"
@@ -225,8 +227,11 @@ def _check_blocks(config: Config) -> None:
     parallel, remat, scan = config.parallel, config.memory.remat, config.model.scan_blocks
     facts = ScheduleFacts.of(parallel.schedule)
     several = facts.one_stage is False
-    check_unrolled(scan, remat, prefetch=parallel.prefetch or 0, deterministic=parallel.grad_sync.deterministic)
-    if remat == "sqrt" and parallel.sequence_parallel:
+    deterministic, sequence = parallel.grad_sync.deterministic, parallel.sequence_parallel
+    check_unrolled(scan, remat, prefetch=parallel.prefetch or 0, deterministic=deterministic)
+    check_batch_split(parallel.batch_split, prefetch=parallel.prefetch or 0, deterministic=deterministic)
+    check_split_sums(parallel.batch_split, tensor=config.mesh.tensor, sequence_parallel=sequence)
+    if remat == "sqrt" and sequence:
         refuse_split_sequence()
     if remat == "sqrt" and facts.split_backward:
         refuse_split_backward(parallel.schedule)
@@ -235,11 +240,7 @@ def _check_blocks(config: Config) -> None:
         return
     if several:
         refuse_stages("parallel.prefetch: 1", parallel.schedule, allowed="0")
-    check_prefetch(
-        parallel.prefetch,
-        reshard_after_forward=parallel.reshard_after_forward,
-        deterministic=parallel.grad_sync.deterministic,
-    )
+    check_prefetch(parallel.prefetch, reshard_after_forward=parallel.reshard_after_forward, deterministic=deterministic)
     check_prefetched(remat)
 
 

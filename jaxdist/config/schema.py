@@ -171,6 +171,13 @@ class ParallelConfig:
     collective_matmul: bool = setting(
         False, "with sequence_parallel: layers split over tensor send in pieces while they multiply: docs/compiler.md"
     )
+    batch_split: int = setting(
+        1,
+        "2: the sequences of a device go through each block in halves, and what one half sends travels while the other"
+        " multiplies; best with sequence_parallel and model.scan_blocks=0: docs/compiler.md",
+        at_least=1,
+        at_most=2,
+    )
     context: str = setting(
         "auto",
         "how attention goes over the mesh axis context; auto: all_to_all where it divides the key/value heads, else"

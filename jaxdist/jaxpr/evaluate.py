@@ -39,7 +39,8 @@ def apply(equation: Any, operands: Sequence[Any]) -> list[Any]:
     # The axes that this cast adds may be there already: `pcast` refuses these.
     if equation.primitive.name in ("pvary", "pcast") and equation.params.get("to", "varying") == "varying":
         return [_vary(operands[0], equation.params["axes"])]
-    if not inner_jaxprs(equation):  # a primitive wants the same axes of all its operands
+    # A primitive wants the same axes of all its operands, unless it computes nothing.
+    if not inner_jaxprs(equation) and equation.primitive.name != "optimization_barrier":
         grown = {axis for operand in operands for axis in _axes(operand)}
         operands = [_vary(operand, grown) for operand in operands]
     with equation.ctx.manager:  # the settings of the place where it was traced, such as the width of numbers

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config.entries import ModelFacts
-from jaxdist.config.rules.collective_matmul import check_collective_matmul
+from jaxdist.config.rules.overlap import check_collective_matmul
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.nn import (

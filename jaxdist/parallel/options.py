@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxdist.config.rules.overlap import check_batch_split
 from jaxdist.config.rules.remat import Remat, check_prefetch, check_remat
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.mesh import AnyMesh
@@ -27,6 +28,8 @@ class StepOptions:
     min_shard_bytes: parameters smaller than this, counted for one block, stay whole.
     reshard_after_forward: whether zero3 gathers again for the backward pass; else it keeps the gathered parameters.
     prefetch: 1 communicates for one block while another computes (`blocks.prefetch`); 0 does not.
+    batch_split: 2 runs each block for two halves of a device's samples, so that what one half sends travels while the
+        other multiplies (`blocks.batch_split`); 1 does not.
     pipeline_cond: whether a pipeline's stage skips other stages' work by conditions. Else it computes that work and
     discards it, and no collective is in a condition.
     strategy: a file in `parallel/strategies`, a dotted path, or the function itself.
@@ -47,6 +50,7 @@ class StepOptions:
     min_shard_bytes: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 0
+    batch_split: int = 1
     pipeline_cond: bool = True
     strategy: str | Callable[..., Any] = "ddp"
     schedule: str | Callable[..., Any] = "accumulate"
@@ -67,9 +71,9 @@ class StepOptions:
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
         check_sync(self.grad_sync, self.precision.reduce)
-        check_prefetch(
-            self.prefetch, reshard_after_forward=self.reshard_after_forward, deterministic=self.grad_sync.deterministic
-        )
+        deterministic = self.grad_sync.deterministic
+        check_prefetch(self.prefetch, reshard_after_forward=self.reshard_after_forward, deterministic=deterministic)
+        check_batch_split(self.batch_split, prefetch=self.prefetch, deterministic=deterministic)
 
     def on(self, mesh: AnyMesh) -> "StepOptions":
         """The options with the schedule and microbatches that a step runs on this mesh (`order_of_work`)."""

@@ -15,8 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import active_axes
-from jaxdist.config.rules.collective_matmul import check_collective_matmul
 from jaxdist.config.rules.mesh import check_axis
+from jaxdist.config.rules.overlap import check_collective_matmul
 from jaxdist.config.rules.pipeline import refuse_stages
 from jaxdist.config.rules.remat import Remat, check_deterministic, check_prefetched, check_unrolled
 from jaxdist.errors import UserError
@@ -94,7 +94,12 @@ def program_and_region(
     """The program of a model or of a user's loss, and the `shard_map` that it runs in: only a model's is checked."""
     if isinstance(model, ModelDef):
         options = replace(options, remat=available(options.remat, mesh))
-        return make_program(in_precision(model, options.precision), strategy, specs, options), jax.shard_map
+        model = in_precision(model, options.precision)
+        if options.batch_split > 1:
+            from jaxdist.parallel.blocks.batch_split import in_halves
+
+            model = model._replace(block=in_halves(model.block))
+        return make_program(model, strategy, specs, options), jax.shard_map
     from jaxdist.parallel.user_loss import unchecked_region, user_program
 
     return user_program(model, strategy, specs, mesh, options), unchecked_region

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives import active_axes
-from jaxdist.config.rules.collective_matmul import check_conditions
+from jaxdist.config.rules.overlap import check_conditions
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy, regathers

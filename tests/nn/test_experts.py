@@ -51,6 +51,7 @@ CASES = [
     *(case(kind, 2, i, prefetch=1, strategy="zero3") for i, kind in enumerate(KINDS)),
     *(case(kind, 2, i, remat="sqrt") for i, kind in enumerate(KINDS)),
     *(case(kind, 2, i, scan_blocks=2, remat="full") for i, kind in enumerate(KINDS)),
+    *(case(kind, 2, 2 * i + 1, sequence=True, batch_split=2) for i, kind in enumerate(KINDS)),
     *(case(kind, 2, i, algorithm=("ring", "tree", "two_level")[i]) for i, kind in enumerate(KINDS)),
 ]
 PIPELINES = [

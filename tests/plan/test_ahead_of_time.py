@@ -255,6 +255,24 @@ def test_pieces_of_a_collective_matmul_travel_beside_products(tmp_path: Path) ->
     assert sum(each["calls"] for each in beside) > 0.95 * asked
 
 
+@pytest.mark.slow
+@COMPILES
+def test_collectives_of_a_half_travel_beside_products_of_the_other(tmp_path: Path) -> None:
+    out, layout = tmp_path / "plan.json", ("mesh.fsdp=1", "mesh.tensor=8", "data.seq_len=4096", "data.global_batch=4")
+    shared = ("parallel.sequence_parallel=true", "parallel.prefetch=0", "model.scan_blocks=0", "memory.remat=none")
+    found = []
+    for split in (1, 2):
+        each = script(
+            *("--config", ROOT / "configs" / "quickstart.yaml", "--json", out),
+            *(*SMALL, *layout, *shared, f"parallel.batch_split={split}"),
+        )
+        assert each.returncode == 0, each.stderr
+        travels = json.loads(out.read_text())["overlap"]["travels"]
+        beside = sum(each["calls"] for each in travels if each["asynchronous"] and each["products"] >= 1)
+        found.append(beside / sum(each["calls"] for each in travels))
+    assert found[0] < 0.35 and found[1] > 0.5, found
+
+
 def test_the_mesh_takes_all_gpus() -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
     with pytest.raises(UserError, match="data=2 fsdp=2 tensor=2 takes 8 GPUs; --hosts 3 --gpus-per-host 4 are 12"):

@@ -16,6 +16,7 @@ AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
+THRESHOLD = "xla_gpu_{}_combine_threshold_bytes"
 COMBINED = 1.2  # XLA may combine collectives up to so many times a block's bytes: one block, and a slice of the head
 
 
@@ -24,7 +25,8 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
 
     - Write no zeros into the memory of a loop's results, such as activations of all blocks, before the loop writes it.
 
-    And for a program that prefetches blocks:
+    For blocks that run for two halves of the samples: combine no gathers and no reduce-scatters, which would make one
+    collective for both halves. For a program that prefetches blocks:
 
     - Combine the collectives of one block, but not those of two. XLA's own thresholds, 30 MiB, would leave every large
       parameter apart.
@@ -36,7 +38,11 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     """
     if on_cpu(mesh):
         return None
-    told = {NO_ZEROS: True} | (_prefetching(params, options, mesh) if options.prefetch and is_model(params) else {})
+    told: dict[str, int | bool] = {NO_ZEROS: True}
+    if options.prefetch and is_model(params):
+        told |= _prefetching(params, options, mesh)
+    elif options.batch_split > 1:
+        told |= {THRESHOLD.format(op): 0 for op in ("all_gather", "reduce_scatter")}
     given = names_given(os.environ.get("XLA_FLAGS", ""))
     return {name: value for name, value in told.items() if f"--{name}" not in given}
 
@@ -56,6 +62,6 @@ def _prefetching(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dic
     limits = {"all_gather": whole, "reduce_scatter": sums // parts}  # XLA counts the outputs of collectives
     if mesh.shape["data"] > 1:
         limits["all_reduce"] = max(least, sums // parts)  # sums shards
-    sizes = {f"xla_gpu_{op}_combine_threshold_bytes": size for op, size in limits.items()}
+    sizes = {THRESHOLD.format(op): size for op, size in limits.items()}
     at_once = 3 if mesh.shape["data"] > 1 else 2
     return {**sizes, BY_TWO: True, AT_ONCE: at_once, LATENCY_HIDING: True}

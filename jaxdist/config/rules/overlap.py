@@ -1,4 +1,5 @@
-"""What `parallel.collective_matmul` needs of the other settings. Nothing here imports jax."""
+"""What `parallel.collective_matmul` and `parallel.batch_split`, which hide communication of layers, need of the other
+settings. Nothing here imports jax."""
 
 from jaxdist.errors import UserError
 
@@ -21,6 +22,31 @@ def check_collective_matmul(
         raise UserError(
             "parallel.collective_matmul: true has its own gradients, whose products precision.per_op (O1)"
             " would not cast; allowed: false; or precision.policy=O2"
+        )
+
+
+def check_batch_split(batch_split: int, *, prefetch: int, deterministic: bool) -> None:
+    """Raise `UserError` for what does not go with `parallel.batch_split: 2`, if that is asked for."""
+    if batch_split not in (1, 2):
+        raise UserError(f"parallel.batch_split: {batch_split} is out of range; allowed: 1, 2")
+    if batch_split > 1 and prefetch:
+        raise UserError(
+            "parallel.batch_split: 2 runs a block twice in a round, and parallel.prefetch: 1 has room beside one run;"
+            " allowed: 1; or parallel.prefetch=0"
+        )
+    if batch_split > 1 and deterministic:
+        raise UserError(
+            "parallel.batch_split: 2 sums the gradients of two halves, which rounds differently; set it to 1 with"
+            " parallel.grad_sync.deterministic"
+        )
+
+
+def check_split_sums(batch_split: int, *, tensor: int, sequence_parallel: bool) -> None:
+    """Raise `UserError` for halves whose all-reduces over `tensor` the compiler would make one again."""
+    if batch_split > 1 and tensor > 1 and not sequence_parallel:
+        raise UserError(
+            f"parallel.batch_split: 2 with mesh.tensor {tensor} hides collectives of parallel.sequence_parallel, which"
+            " is false; allowed: 1; or parallel.sequence_parallel=true"
         )
 
 

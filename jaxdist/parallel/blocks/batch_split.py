@@ -1,0 +1,44 @@
+"""Batch split (`parallel.batch_split`): a block runs for two halves of a device's samples.
+
+The halves need nothing of each other, so that XLA's scheduler can run a collective of one half, such as an all-gather
+of sequence parallelism, beside products of the other. This is the batch split of Domino (Wang et al. 2024, arXiv
+2409.15241), without an order that is fixed by hand. As many bytes are sent, in twice as many calls. Figures:
+docs/compiler.md.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.errors import UserError
+from jaxdist.specs import PyTree
+
+
+def in_halves(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A block (`ModelDef.block`) that runs for the first half of the samples, and then for the second.
+
+    Raises `UserError`, when it is traced, for an odd number of samples.
+    """
+
+    def run(params: PyTree, h: jax.Array, *given: PyTree) -> jax.Array:
+        """h, given: leaves [B, ...]."""
+        count = h.shape[0]
+        if count % 2:
+            raise UserError(
+                f"parallel.batch_split: 2 halves the samples that a device has of a microbatch, which are {count};"
+                " allowed: an even number; or batch_split=1"
+            )
+
+        def half(i: int) -> PyTree:
+            return jax.tree.map(lambda leaf: lax.slice_in_dim(leaf, i * count // 2, (i + 1) * count // 2), (h, *given))
+
+        first = block(params, *half(0))
+        # XLA:GPU's dot-merger would join the two products with a parameter into one, which waits for both halves.
+        # Behind the barrier the second half's parameters are other values. It is one barrier for all: with one for each
+        # parameter XLA of jax 0.12.0 cannot schedule some loops ("RET_CHECK ... hlo_schedule").
+        second = block(lax.optimization_barrier(params), *half(1))
+        return jnp.concatenate([first, second])
+
+    return run
