@@ -100,6 +100,12 @@ def test_halves_are_all_samples_in_order() -> None:
     np.testing.assert_array_equal(found, 2 * h + rows)
 
 
+def test_what_has_no_row_for_each_sample_is_one_line() -> None:
+    block = in_halves(lambda params, h, keys, mask: h * mask[: h.shape[0], :1])
+    with pytest.raises(UserError, match=r"an array \(8, 8\) has no row for each of 6 samples; let rows\(batch\) give"):
+        block(jnp.zeros(()), jnp.zeros((6, 1)), jnp.zeros(6), jnp.zeros((8, 8)))
+
+
 @pytest.mark.parametrize("given", [{"prefetch": 1}, {"batch_split": 3}])
 def test_what_does_not_go_together_is_one_line(given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="parallel.batch_split: "):

@@ -19,7 +19,8 @@ from jaxdist.specs import PyTree
 def in_halves(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A block (`ModelDef.block`) that runs for the first half of the samples, and then for the second.
 
-    Raises `UserError`, when it is traced, for an odd number of samples.
+    Raises `UserError`, when it is traced, for an odd number of samples, and for what a block reads besides h without a
+    row for each sample.
     """
 
     def run(params: PyTree, h: jax.Array, *given: PyTree) -> jax.Array:
@@ -30,6 +31,12 @@ def in_halves(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
                 f"parallel.batch_split: 2 halves the samples that a device has of a microbatch, which are {count};"
                 " allowed: an even number; or batch_split=1"
             )
+        for leaf in jax.tree.leaves(given):
+            if leaf.shape[:1] != (count,):
+                raise UserError(
+                    f"parallel.batch_split: 2 halves what blocks read of a batch, and an array {leaf.shape} has no row for"
+                    f" each of {count} samples; let rows(batch) give arrays [B, ...], or take batch_split=1"
+                )
 
         def half(i: int) -> PyTree:
             return jax.tree.map(lambda leaf: lax.slice_in_dim(leaf, i * count // 2, (i + 1) * count // 2), (h, *given))

@@ -198,4 +198,5 @@ def hidden_share(each: Transfer, config: Config, cluster: PlanCluster) -> float:
     if each.what in ("parameters", "gradients"):
         return cluster.hidden.get(each.what, 0.0)
     owner = next((axis for axis in ("tensor", "expert", "context") if axis in each.axes), "")
+    owner = "tensor in halves" if owner == "tensor" and config.parallel.batch_split > 1 else owner
     return cluster.hidden.get(owner, 0.0)

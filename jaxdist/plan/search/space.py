@@ -49,6 +49,8 @@ class Layout(NamedTuple):
             words.append(f"remat={_shown(values['memory.remat'])}")
         if values.get("parallel.sequence_parallel"):
             words.append("sequence")
+        if values.get("parallel.batch_split", 1) > 1:
+            words.append("halves")
         if values.get("memory.offload.optimizer"):
             words.append("offload")
         if "precision.policy" in values:
@@ -120,19 +122,29 @@ def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> l
     """The members of a family."""
     remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
     rows = config.data.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
-    counts = microbatch_counts(rows, pipeline=not ScheduleFacts.of(values["parallel.schedule"]).one_stage)
+    pipeline = not ScheduleFacts.of(values["parallel.schedule"]).one_stage
+    counts = microbatch_counts(rows, pipeline=pipeline)
+    # Blocks that are gathered ahead hide more than halves do.
+    ahead = StrategyFacts.of(values["parallel.strategy"]).regathers
+    halves = values["parallel.sequence_parallel"] and not (ahead or pipeline or _keeps_whole(config))
     each = itertools.product((config.memory.offload.optimizer, True), remats, counts)
     return [
         Layout(
             (
                 *values.items(),
                 ("parallel.microbatches", count),
+                ("parallel.batch_split", 2 if halves and rows // count % 2 == 0 else 1),
                 ("memory.remat", remat),
                 ("memory.offload.optimizer", offload),
             )
         )
         for offload, remat, count in dict.fromkeys(each)
     ]
+
+
+def _keeps_whole(config: Config) -> bool:
+    """Whether something that is set excludes `parallel.batch_split: 2`, or hides the same collectives."""
+    return config.parallel.grad_sync.deterministic or config.parallel.collective_matmul
 
 
 def microbatch_counts(rows: int, *, pipeline: bool) -> list[int]:
@@ -156,7 +168,8 @@ def _schedules(config: Config, stages: int) -> list[tuple[str, int]]:
 def layout_of(config: Config) -> Layout:
     """The layout that a configuration has."""
     values: dict[str, Any] = {f"mesh.{axis}": getattr(config.mesh, axis) for axis in AXES}
-    for key in ("strategy", "schedule", "chunks", "stages", "prefetch", "sequence_parallel", "microbatches"):
+    keys = ("strategy", "schedule", "chunks", "stages", "prefetch", "sequence_parallel", "microbatches", "batch_split")
+    for key in keys:
         values[f"parallel.{key}"] = getattr(config.parallel, key)
     values["memory.remat"] = config.memory.remat
     values["memory.offload.optimizer"] = config.memory.offload.optimizer
