@@ -31,6 +31,7 @@ RUN: dict[str, list[tuple[str, str]]] = {
             f"{SMALL} model.layers=4 data.global_batch=16",
         )
     ],
+    "docs/compiler.md": [("python scripts/train.py --config configs/quickstart.yaml mesh.data=1", SMALL)],
     "docs/generation.md": [('jaxdist generate runs/mine --prompt "import " --max-tokens 200', "--max-tokens 4")],
     "docs/finetuning.md": [
         ("jaxdist train quickstart --run-dir runs/base train.steps=40", SMALL),

@@ -34,8 +34,8 @@ def in_halves(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         for leaf in jax.tree.leaves(given):
             if leaf.shape[:1] != (count,):
                 raise UserError(
-                    f"parallel.batch_split: 2 halves what blocks read of a batch, and an array {leaf.shape} has no row for"
-                    f" each of {count} samples; let rows(batch) give arrays [B, ...], or take batch_split=1"
+                    f"parallel.batch_split: 2 halves what blocks read of a batch, and an array {leaf.shape} has no row"
+                    f" for each of {count} samples; let rows(batch) give arrays [B, ...], or take batch_split=1"
                 )
 
         def half(i: int) -> PyTree:
