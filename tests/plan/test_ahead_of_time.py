@@ -178,7 +178,9 @@ def test_the_time_of_a_step_and_what_xla_computes_again() -> None:
         ideal
         == "A step takes 8.0 ms by ideal rates: MFU 37.5% of 1000 TFLOP/s. Its products are 1.33 x those of the model."
     )
-    assert realistic.startswith("By realistic rates 12.0 ms: MFU 25.0%. Assumed: 733 TFLOP/s in products, 4.00 TB/s of")
+    assert realistic.startswith(
+        "By realistic rates 12.0 ms: MFU 25.0%. Assumed: 733 TFLOP/s in products (1466 in float8,"
+    )
     assert realistic.endswith(
         "241 TFLOP/s in cuDNN's attention with heads of 64 (in proportion, if wider), 2 us a kernel at least."
     )

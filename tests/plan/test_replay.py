@@ -282,6 +282,23 @@ def test_rates_of_attention_and_of_small_kernels() -> None:
     assert seconds(64, rates._replace(least=1e9)) == 1e9
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "rate"), [(("f8e4m3fn", "f8e5m2"), 4.0), (("f32", "f32"), 1.0), (("bf16", "bf16"), 2.0)]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_rates_of_products_go_by_what_they_multiply(dtypes: tuple[str, str], rate: float, fused: bool) -> None:
+    left, right = (f"{dtype}[64,64]{{1,0}}" for dtype in dtypes)
+    given = [f"%a = {left} parameter(0)", f"%b = {right} parameter(1)"]
+    product = "%p = bf16[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    text = computation("main", *given, product, entry=True)
+    if fused:
+        call = "%f = bf16[64,64]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused"
+        text = computation("fused", *given, product) + computation("main", *given, call, entry=True)
+    rates = Rates(flops=2.0, memory=math.inf, network=1.0, fp8=4.0, tf32=1.0)
+    assert overlap(HEAD + text, rates).compute == 2 * 64**3 / rate
+    assert overlap(HEAD + text, Rates(flops=2.0, memory=math.inf, network=1.0)).compute == 2 * 64**3 / 2
+
+
 TABLES = """HloModule test, is_scheduled=true
 
 FileNames

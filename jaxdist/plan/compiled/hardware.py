@@ -14,7 +14,8 @@ from jaxdist.runtime.gpu_memory import memory_share
 _PRODUCTS, _NETWORK = 0.809, 0.889
 # Shares that one H200 reached (docs/measurements/one_h200.json), assumed for the others too: 733 TFLOP/s, the mean of
 # 13 products of models' shapes (670 to 779); 4.0 TB/s to add one to an array; 241 TFLOP/s of attention forward,
-# with heads of 64. The network's are assumed: 370 of 450 GB/s, and 12 us a collective (nccl-tests).
+# with heads of 64. Assumed are the same share for float8 and float32, and of the network 370 of 450 GB/s and 12 us a
+# collective (nccl-tests).
 _PRODUCTS_SEEN, _MEMORY_SEEN, _ATTENTION_SEEN, _NETWORK_SEEN, _LATENCY, _LEAST = 0.741, 0.833, 0.244, 0.822, 12e-6, 2e-6
 
 
@@ -47,7 +48,13 @@ class Gpu(NamedTuple):
     @property
     def rates(self) -> Rates:
         """Ideal rates: large products, the whole bandwidth, no latency. For comparisons of schedules."""
-        return Rates(_PRODUCTS * self.bf16, self.bandwidth, _NETWORK * self.nvlink)
+        return Rates(
+            _PRODUCTS * self.bf16,
+            self.bandwidth,
+            _NETWORK * self.nvlink,
+            fp8=_PRODUCTS * self.fp8 or None,
+            tf32=_PRODUCTS * self.tf32,
+        )
 
     @property
     def realistic(self) -> Rates:
@@ -59,6 +66,8 @@ class Gpu(NamedTuple):
             _LATENCY,
             attention=_ATTENTION_SEEN * self.bf16,
             least=_LEAST,
+            fp8=_PRODUCTS_SEEN * self.fp8 or None,
+            tf32=_PRODUCTS_SEEN * self.tf32,
         )
 
 

@@ -187,6 +187,15 @@ class InstructionCosts:
         body = self.computations.get(own.called() or "", {})
         return sum((self.flops(each, body) for each in body.values()), 0.0)
 
+    def multiplies(self, own: Instruction, inside: Computation) -> str:
+        """The type that an instruction multiplies in, which is the first operand's of its first matrix product: "bf16";
+        "" without one."""
+        if own.opcode == "dot" or (own.opcode == "custom-call" and _custom_call_flops(own, inside)):
+            given = [arrays(inside[each].shape)[0][0] for each in own.operands[:1] if each in inside]
+            return given[0] if given else ""
+        body = self.computations.get(own.called() or "", {})
+        return next((found for each in body.values() if (found := self.multiplies(each, body))), "")
+
     def bytes(self, own: Instruction, inside: Computation) -> float:
         """Bytes read and written in memory. Where a fusion only reads or updates a slice, the slice counts."""
         body = self.computations.get(own.called() or "")

@@ -35,13 +35,14 @@ WORTH_FLOPS = 1e8  # a matrix product below this is none: sums and scales writte
 class Rates(NamedTuple):
     """Assumed rates of a device.
 
-    flops: a second, of matrix products
+    flops: a second, of matrix products in 16 bits, and in other types unless they have a rate of their own
     memory: bytes a second, read and written
     network: bytes a second that it sends in a collective
     latency: seconds that every collective takes besides
     attention: FLOPs a second of cuDNN's attention with heads of 64. With wider heads the rate is larger in proportion,
         up to that of other products: exponentials take the time, one for each score. None: as other products
     least: seconds that every kernel takes at least
+    fp8, tf32: FLOPs a second of products in float8, and of those in float32. None: as others
     """
 
     flops: float
@@ -50,10 +51,12 @@ class Rates(NamedTuple):
     latency: float = 0.0
     attention: float | None = None
     least: float = 0.0
+    fp8: float | None = None
+    tf32: float | None = None
 
-    def seconds(self, flops: float, nbytes: float, head: int = 0) -> float:
-        """Of a kernel. head: the width of a head; 0: it is no attention."""
-        products = self.flops
+    def seconds(self, flops: float, nbytes: float, head: int = 0, dtype: str = "") -> float:
+        """Of a kernel. head: the width of a head; 0: it is no attention. dtype: XLA's name of what it multiplies."""
+        products = {"f8": self.fp8, "f3": self.tf32}.get(dtype[:2]) or self.flops
         if head and self.attention is not None:
             products = min(products, self.attention * head / 64)
         return max(flops / products, nbytes / self.memory, self.least)
@@ -245,7 +248,7 @@ class _Replay:
         if (name, own.name) not in self.costs:
             costs, body = InstructionCosts(self.computations), self.computations[name]
             each = costs.flops(own, body), costs.bytes(own, body), head_width(own, body)
-            self.costs[name, own.name] = *each, self.rates.seconds(*each)
+            self.costs[name, own.name] = *each, self.rates.seconds(*each, costs.multiplies(own, body))
         flops, _, _, seconds = self.costs[name, own.name]
         self.now += seconds
         self.calls[name, own.name] += 1

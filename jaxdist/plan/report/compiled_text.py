@@ -162,8 +162,11 @@ def overlap_text(found: Overlap, *, rows: int = 12, apart: bool = False) -> list
 
 def _rates_text(rates: Rates, between: str = "") -> str:
     """In words. between: what to say of the network's rate."""
+    others = {"float8": rates.fp8, "float32": rates.tf32}
+    named = ", ".join(f"{rate / 1e12:.0f} in {name}" for name, rate in others.items() if rate)
     text = (
-        f"{rates.flops / 1e12:.0f} TFLOP/s in products, {rates.memory / 1e12:.2f} TB/s of memory, "
+        f"{rates.flops / 1e12:.0f} TFLOP/s in products{named and f' ({named})'}, {rates.memory / 1e12:.2f} TB/s of"
+        " memory, "
         f"{rates.network / 1e9:.0f} GB/s sent{between}, {rates.latency * 1e6:.0f} us latency"
     )
     if rates.attention is not None:
