@@ -48,6 +48,9 @@ LOOPS = ("scan", "while", "cond")
 REMAT_CALLS = ("checkpoint", "remat2")
 
 
+casting = jax.make_user_context(False)  # whether a function is traced to be cast
+
+
 def autocast(function: Callable[..., Any], half: Any = "float16") -> Callable[..., Any]:
     """The function, with each operation in `half` ("float16" or "bfloat16") or fp32 by its kind, see above.
 
@@ -61,7 +64,8 @@ def autocast(function: Callable[..., Any], half: Any = "float16") -> Callable[..
 
     @functools.wraps(function)
     def cast(*arguments: Any, **keywords: Any) -> Any:
-        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **keywords)
+        with casting(True):
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **keywords)
         results = _Autocast(dtype).as_traced(traced, jax.tree.leaves((arguments, keywords)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist.collectives import to_varying, varying_axes
+from jaxdist.nn.matmul.plain import plain_product
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 MULTIPLE = 16  # cuBLASLt's tiles of float8 matrices have this many rows and columns
@@ -46,7 +47,7 @@ def product(x: jax.Array, kernel: jax.Array, *, fp8: bool) -> jax.Array:
     """
     inputs = x.shape[-1]
     if not (fp8 and fits(x.size // max(inputs, 1), inputs, kernel.size // max(inputs, 1))):
-        return jnp.tensordot(x, kernel, 1)
+        return plain_product(x, kernel)
     axes = varying_axes(x) | varying_axes(kernel)  # autodiff transposes the casts, and so sums gradients over axes
     x_TI, kernel_IO = to_varying((x.reshape(-1, inputs), kernel.reshape(inputs, -1)), axes)
     return float8_product(x_TI, kernel_IO).reshape(*x.shape[:-1], *kernel.shape[1:])

@@ -43,6 +43,7 @@ def _size(layers: int, width: int, heads: int, rows: int, length: int, vocab: in
 SIZES = {
     "toy": _size(2, 64, 2, 4, 64, 256),
     "small": _size(6, 256, 8, 16, 128, 512),
+    "gloo": _size(4, 256, 8, 16, 128, 512),
     "124m": _size(12, 768, 12, 32, 1024),
     "350m": _size(24, 1024, 16, 32, 1024),
     "1.3b": _size(24, 2048, 16, 8, 2048),

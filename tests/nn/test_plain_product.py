@@ -1,0 +1,64 @@
+"""`jaxdist.nn.matmul.plain`: the products of linear layers, and their gradients without a transpose."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import make_mesh
+from jaxdist.nn.matmul.plain import plain_product
+from jaxdist.precision.autocast import autocast
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def tensordot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.tensordot(x, kernel, 1)
+
+
+def results(product: Product, features: tuple[int, ...], x_split: Any, kernel_split: Any) -> list[np.ndarray]:
+    """The product and both gradients, on a mesh of data=2 and tensor=4."""
+    rng = np.random.default_rng(0)
+    x, kernel = rng.standard_normal((4, 8, 12)), rng.standard_normal((12, *features))
+
+    def loss(x: jax.Array, kernel: jax.Array) -> Any:
+        y = product(x, kernel)
+        return jax.lax.psum((jnp.sin(y)).sum(), tuple(jax.typeof(y).manual_axis_type.varying))
+
+    both = jax.shard_map(
+        lambda *given: (loss(*given), *jax.grad(loss, argnums=(0, 1))(*given)),
+        mesh=make_mesh(data=2, tensor=4),
+        in_specs=(x_split, kernel_split),
+        out_specs=(P(), x_split, kernel_split),
+        check_vma=True,
+    )
+    return [np.asarray(each) for each in jax.jit(both)(x, kernel)]
+
+
+@pytest.mark.parametrize("features", [(8,), (4, 3), (2, 4)])
+@pytest.mark.parametrize("x_split", [P("data"), P("data", "tensor"), P()])
+def test_it_is_tensordot_in_any_layout(features: tuple[int, ...], x_split: Any) -> None:
+    split = P(None, None, "tensor") if features == (2, 4) else P(None, "tensor") if x_split == P("data") else P()
+    with jax.enable_x64(True):
+        got, want = (results(each, features, x_split, split) for each in (plain_product, tensordot))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_backward_pass_transposes_nothing() -> None:
+    def transposes(product: Product) -> int:
+        loss = lambda x, kernel: jnp.sin(product(x, kernel)).sum()  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.ones((2, 4, 8)), jnp.ones((8, 6)))).count(
+            " transpose["
+        )
+
+    assert transposes(plain_product) == 0 < transposes(tensordot)
+
+
+def test_autocast_multiplies_in_half_precision() -> None:
+    text = str(jax.make_jaxpr(autocast(plain_product, "bfloat16"))(jnp.ones((2, 4, 8)), jnp.ones((8, 6))))
+    assert "custom_vjp" not in text and "dot_general" in text and "bf16[8,6]" in text

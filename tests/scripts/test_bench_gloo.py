@@ -1,0 +1,46 @@
+"""`scripts/bench/gloo.py`: jobs take turns, compute the same, and are compared by what is written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from child import QUICK, ROOT, environment
+from script_modules import load_module
+
+SCRIPT = ROOT / "scripts" / "bench" / "gloo.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = environment() | QUICK | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=path)
+
+
+@pytest.mark.slow
+def test_two_processes_of_each_take_turns(tmp_path: Path) -> None:
+    out = tmp_path / "gloo.json"
+    names = ["jaxdist-ddp", "jaxdist-zero3"]
+    done = run("--size", "toy", "--contenders", ",".join(names), "--rounds", "2", "--steps", "1", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert [row["contender"] for row in found["rows"]] == names and found["processes"] == 2
+    assert all(len(row["all"]) == 2 and min(row["all"]) > 0 for row in found["rows"])
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if "loss" in line] == names
+
+
+def test_a_contender_that_is_not_there_is_one_line() -> None:
+    done = run("--contenders", "nobody")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --contenders: 'nobody' is not known; allowed: jaxdist-ddp, torch-ddp, ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_speed_is_that_over_the_same_strategy() -> None:
+    gloo = load_module(SCRIPT)
+    at = {"jaxdist-ddp": 0.2, "torch-ddp": 0.3, "jaxdist-zero3": 0.4, "torch-fsdp2": 0.2, "torch-fsdp2-compiled": 0.5}
+    rows = [{"contender": name, "seconds": each, "quartiles": [each, each]} for name, each in at.items()]
+    lines = dict(zip(at, gloo.text({"rows": rows}), strict=True))
+    assert lines["torch-ddp"].endswith("300.0 ms (300.0 to 300.0), jaxdist 1.50 x")
+    assert lines["torch-fsdp2"].endswith("jaxdist 0.50 x") and lines["torch-fsdp2-compiled"].endswith("jaxdist 1.25 x")
+    assert not any("jaxdist 1" in lines[name] for name in ("jaxdist-ddp", "jaxdist-zero3"))
