@@ -89,6 +89,7 @@ NOT_RUN = {
         ("docs/course/README.md", "python -m pip install jupytext"),
         ("docs/course/README.md", "python scripts/docs/course.py"),
         ("docs/performance.md", "python -m pip install"),
+        ("docs/performance.md", "python scripts/bench/gloo.py"),
         ("docs/plan.md", "python -m pip install"),
         ("docs/plan.md", "python scripts/plan.py --compile --gpu h200"),
         ("docs/experts.md", "jaxdist plan --compile --gpu h200"),
