@@ -41,10 +41,30 @@ def modules_of(tree: ast.Module) -> dict[str, str]:
     return {name: source for name, source in found.items() if name not in bound and module(source)}
 
 
+def named(tree: ast.Module, modules: dict[str, str]) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of what a file imports from a module of jaxdist, or replaces there by `setattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "jaxdist":
+            yield from ((node.lineno, str(node.module), each.name) for each in node.names)
+        if not isinstance(node, ast.Call) or dotted(node.func).rpartition(".")[2] != "setattr" or len(node.args) < 2:
+            continue
+        place, name = node.args[:2]
+        root, _, rest = dotted(place).partition(".")
+        if root in modules and isinstance(name, ast.Constant):
+            yield node.lineno, ".".join(filter(None, (modules[root], rest))), str(name.value)
+        elif isinstance(place, ast.Constant) and str(place.value).startswith("jaxdist."):
+            path, _, last = str(place.value).rpartition(".")
+            yield node.lineno, path, last
+
+
 def missing(source: str) -> Iterator[str]:
     """Complaints about names that are not there."""
     tree = parse(source)
     modules = modules_of(tree)
+    for line, place, name in named(tree, modules):
+        there = module(place)
+        if there is not None and not hasattr(there, name) and not module(f"{place}.{name}"):
+            yield f"{line}: {place} has no {name}"
     for node in ast.walk(tree):
         root, _, rest = dotted(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
         if root not in modules:
@@ -72,6 +92,9 @@ def test_the_names_are_there() -> None:
         "from jaxdist import step\ndef test():\n    step.nowhere()\n",
         "from jaxdist.runtime.watch import watchdog\nwatchdog.NOWHERE\n",
         "import jaxdist\njaxdist.nowhere\n",
+        "import jaxdist.step\ndef test(monkeypatch):\n    monkeypatch.setattr(jaxdist.step, 'nowhere', 1)\n",
+        "def test(monkeypatch):\n    monkeypatch.setattr('jaxdist.step.nowhere', 1)\n",
+        "def test():\n    from jaxdist.step import nowhere\n",
     ],
 )
 def test_a_missing_name_is_found(source: str) -> None:

@@ -209,7 +209,8 @@ def user_program(loss_fn: UserLoss, strategy: Strategy, specs: PyTree, mesh: Any
     params: in the dtype that the policy gives layers; the loss casts its inputs to it. A model_state keeps its dtypes.
     captured: beside that of the strategy it holds the model_state at the start of the step.
     """
-    check_one_unit(prefetch=options.prefetch, remat=options.remat, fp8=options.precision.fp8)
+    split, fp8 = options.batch_split, options.precision.fp8
+    check_one_unit(prefetch=options.prefetch, remat=options.remat, fp8=fp8, batch_split=split)
     idle = [axis for axis in LOSS_AXES if mesh.shape[axis] > 1]
     if idle:
         raise UserError(

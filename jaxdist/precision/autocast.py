@@ -48,7 +48,9 @@ LOOPS = ("scan", "while", "cond")
 REMAT_CALLS = ("checkpoint", "remat2")
 
 
-casting = jax.make_user_context(False)  # whether a function is traced to be cast
+# Whether a function is traced to be cast. Products with a rule of their own would stay in the dtypes of the trace:
+# `nn.matmul.plain` is an ordinary product then.
+casting = jax.make_user_context(False)
 
 
 def autocast(function: Callable[..., Any], half: Any = "float16") -> Callable[..., Any]:

@@ -9,6 +9,7 @@ stay; in a round each trains in its turn while the others wait. Given are median
 """
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from harness.task import SIZES
 
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.observe import measured_on
@@ -59,7 +62,8 @@ class Job:
         """So many steps of all processes: the answer of the slowest. Raises `UserError` where one has ended."""
         for rank in self.ranks:
             assert rank.stdin is not None
-            print(steps, file=rank.stdin, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # one that has ended gives no answer, which is told below
+                print(steps, file=rank.stdin, flush=True)
         answers = []
         for rank in self.ranks:
             assert rank.stdout is not None
@@ -77,19 +81,33 @@ class Job:
             rank.wait()
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for what cannot be measured."""
+    for name in arguments.contenders.split(","):
+        if name not in KNOWN:
+            raise UserError(f"--contenders: {name!r} is not known; allowed: {', '.join(KNOWN)}")
+    if arguments.size not in SIZES:
+        raise UserError(f"--size: {arguments.size!r} is not known; allowed: {', '.join(SIZES)}")
+    rows = SIZES[arguments.size].rows
+    if arguments.processes < 1 or rows % arguments.processes:
+        raise UserError(f"--processes: {arguments.processes}; allowed: a divisor of the batch's {rows} sequences")
+    if arguments.rounds < 2 or arguments.steps < 1:
+        raise UserError(
+            f"--rounds: {arguments.rounds}, --steps: {arguments.steps}; allowed: 2 rounds or more, whose spread is"
+            " given, and 1 step or more"
+        )
+
+
 def measure(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Medians of all contenders, and their speed in relation to each other."""
-    if arguments.rounds < 2:
-        raise UserError(f"--rounds: {arguments.rounds}; allowed: 2 or more, whose spread is given")
+    _check(arguments)
     jobs: list[Job] = []
     try:
         for name in arguments.contenders.split(","):
-            if name not in KNOWN:
-                raise UserError(f"--contenders: {name!r} is not known; allowed: {', '.join(KNOWN)}")
             jobs.append(Job(name, arguments.size, arguments.processes))
             jobs[-1].first = jobs[-1].train(1)["loss"]
             say(f"{name}: loss {jobs[-1].first:.6f}")
-            if abs(jobs[-1].first - jobs[0].first) > AGREE * jobs[0].first:
+            if not abs(jobs[-1].first - jobs[0].first) <= AGREE * jobs[0].first:
                 raise UserError(f"{name}: its first loss is not that of {jobs[0].name}: another computation")
         for i in range(WARM + arguments.rounds):
             for job in jobs[i % len(jobs) :] + jobs[: i % len(jobs)]:

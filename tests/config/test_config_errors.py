@@ -370,8 +370,8 @@ TOGETHER = [
         "batch-split-deterministic",
         b"parallel: {batch_split: 2, grad_sync: {deterministic: true}}\n",
         "parallel.batch_split: 2",
-        "set it to 1",
-        "parallel.grad_sync.deterministic",
+        "allowed: 1",
+        "parallel.grad_sync.deterministic=false",
     ),
     case(
         "batch-split-sums",

@@ -59,6 +59,36 @@ def test_the_backward_pass_transposes_nothing() -> None:
     assert transposes(plain_product) == 0 < transposes(tensordot)
 
 
+@pytest.mark.parametrize("product", [plain_product, tensordot])
+def test_both_passes_have_the_precision_of_the_caller(product: Product) -> None:
+    def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return jnp.sin(product(x, kernel)).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.ones((2, 4, 8)), jnp.ones((8, 6))))
+    assert text.count("HIGHEST") >= text.count("dot_general") == 3
+
+
+@pytest.mark.parametrize("shapes", [((2, 0), (0, 3)), ((0, 4), (4, 3)), ((2, 4), (4, 0)), ((4,), (4, 2, 3))])
+def test_sizes_of_any_kind(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    x, kernel = (jnp.arange(float(np.prod(shape))).reshape(shape) for shape in shapes)
+    np.testing.assert_array_equal(plain_product(x, kernel), tensordot(x, kernel))
+
+
+def test_a_wrong_width_is_told_as_by_jax() -> None:
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        plain_product(jnp.ones((2, 4, 16)), jnp.ones((8, 6)))
+
+
+def test_forward_mode_is_refused_and_a_hessian_is_not() -> None:
+    kernel, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    loss = lambda kernel: jnp.sin(plain_product(x, kernel)).sum()  # noqa: E731
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (kernel,), (kernel,))
+    want = jax.hessian(lambda kernel: jnp.sin(x @ kernel).sum())(kernel)
+    np.testing.assert_allclose(jax.hessian(loss)(kernel), want, rtol=1e-5)
+
+
 def test_autocast_multiplies_in_half_precision() -> None:
     text = str(jax.make_jaxpr(autocast(plain_product, "bfloat16"))(jnp.ones((2, 4, 8)), jnp.ones((8, 6))))
     assert "custom_vjp" not in text and "dot_general" in text and "bf16[8,6]" in text

@@ -102,8 +102,17 @@ def test_halves_are_all_samples_in_order() -> None:
 
 def test_what_has_no_row_for_each_sample_is_one_line() -> None:
     block = in_halves(lambda params, h, keys, mask: h * mask[: h.shape[0], :1])
-    with pytest.raises(UserError, match=r"an array \(8, 8\) has no row for each of 6 samples; let rows\(batch\) give"):
+    with pytest.raises(UserError, match=r"and \(8, 8\) has no row for each of 6 samples; let rows\(batch\) give"):
         block(jnp.zeros(()), jnp.zeros((6, 1)), jnp.zeros(6), jnp.zeros((8, 8)))
+
+
+def test_a_loss_of_ones_own_has_no_blocks() -> None:
+    mesh, tx = make_mesh(data=2), optax.sgd(0.1)
+    loss = lambda params, batch, keys: ((params["w"] * batch["x"]).sum(), 1.0)  # noqa: E731
+    with pytest.raises(UserError, match="batch_split=2: a user's loss_fn is one unit without blocks"):
+        make_train_step(loss, tx, mesh, StepOptions(batch_split=2)).lower(
+            state_target({"w": jnp.ones(3)}, tx, mesh), {"x": np.ones((4, 3), np.float32)}
+        )
 
 
 @pytest.mark.parametrize("given", [{"prefetch": 1}, {"batch_split": 3}])

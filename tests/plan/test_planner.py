@@ -402,7 +402,8 @@ def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture
 
 def test_halves_are_tried_where_tensor_sends_and_no_block_is_gathered_ahead() -> None:
     config = tiny("data.global_batch=8", "model.heads=4")
-    found = [layout.values for family in layouts(config, 4, per_host=4) for layout in family]
+    families = list(layouts(config, 4, per_host=4, halves=True))
+    found = [layout.values for family in families for layout in family]
     halved = [values for values in found if values["parallel.batch_split"] == 2]
     assert {values["parallel.strategy"] for values in halved} == {"ddp", "zero1", "zero2"}
     assert all(values["mesh.tensor"] > 1 and values["mesh.pipe"] == 1 for values in halved)
@@ -410,14 +411,20 @@ def test_halves_are_tried_where_tensor_sends_and_no_block_is_gathered_ahead() ->
         assert not isinstance(checked(config, Layout(tuple(values.items())), gpu=True), str), values
     rows = {8 // (v["mesh.data"] * v["mesh.fsdp"] * v["mesh.expert"] * v["parallel.microbatches"]) for v in halved}
     assert rows == {2, 4, 8}  # of a microbatch on a device: never one
+    assert all({**values, "parallel.batch_split": 1} in found for values in halved)
+    assert all(layout.values["parallel.batch_split"] == 1 for each in layouts(config, 4, per_host=4) for layout in each)
     for key in ("parallel.collective_matmul=true", "parallel.grad_sync={deterministic: true, virtual_shards: 8}"):
         other = tiny("data.global_batch=8", "model.heads=4", "parallel.sequence_parallel=true", key)
-        assert all(v.values["parallel.batch_split"] == 1 for each in layouts(other, 4, per_host=4) for v in each)
+        tried = [layout.values for each in layouts(other, 4, per_host=4, halves=True) for layout in each]
+        assert {values["parallel.batch_split"] for values in tried} == {1}
 
 
 def test_halves_hide_more_of_tensor_parallelism() -> None:
-    transfer = Transfer("all_gather", ("tensor",), 2, "activations", "forward", 8.0, (1,))
+    transfer = Transfer("all_gather", ("tensor",), 2, 8.0, (1.0,), "forward", "activations")
     whole = tiny("mesh.tensor=2", "model.heads=2", "parallel.sequence_parallel=true")
     halves = tiny("mesh.tensor=2", "model.heads=2", "parallel.sequence_parallel=true", "parallel.batch_split=2")
     shares = [hidden_share(transfer, config, cluster()) for config in (whole, halves)]
     assert shares == [0.5, 0.6]
+    small = transfer._replace(calls=(100.0,))  # latency is all that it takes, and nothing computes that long beside it
+    waits = [seconds_of(config, cluster(), [small], NOTHING, KNOWN).waiting["tensor",] for config in (whole, halves)]
+    assert waits[1] == pytest.approx(2 * waits[0], rel=0.01)

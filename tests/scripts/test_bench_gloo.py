@@ -29,11 +29,19 @@ def test_two_processes_of_each_take_turns(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in done.stdout.splitlines() if "loss" in line] == names
 
 
-def test_a_contender_that_is_not_there_is_one_line() -> None:
-    done = run("--contenders", "nobody")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --contenders: 'nobody' is not known; allowed: jaxdist-ddp, torch-ddp, ")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--contenders", "nobody"), "--contenders: 'nobody' is not known; allowed: jaxdist-ddp, torch-ddp, "),
+        (("--size", "huge"), "--size: 'huge' is not known; allowed: toy, "),
+        (("--processes", "3"), "--processes: 3; allowed: a divisor of the batch's 16 sequences"),
+        (("--rounds", "1"), "--rounds: 1, --steps: 5; allowed: 2 rounds or more"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_module(SCRIPT).main([*arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}") and error.count("\n") == 1
 
 
 def test_the_speed_is_that_over_the_same_strategy() -> None:

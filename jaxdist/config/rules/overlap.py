@@ -36,13 +36,14 @@ def check_batch_split(batch_split: int, *, prefetch: int, deterministic: bool) -
         )
     if batch_split > 1 and deterministic:
         raise UserError(
-            "parallel.batch_split: 2 sums the gradients of two halves, which rounds differently; set it to 1 with"
-            " parallel.grad_sync.deterministic"
+            "parallel.batch_split: 2 sums the gradients of two halves, which parallel.grad_sync.deterministic would"
+            " have to round alike in all layouts; allowed: 1; or parallel.grad_sync.deterministic=false"
         )
 
 
 def check_split_sums(batch_split: int, *, tensor: int, sequence_parallel: bool) -> None:
-    """Raise `UserError` for halves whose all-reduces over `tensor` the compiler would make one again."""
+    """Raise `UserError` for halves whose layers all-reduce over `tensor`: the compiler combines these all-reduces,
+    which then wait for both halves."""
     if batch_split > 1 and tensor > 1 and not sequence_parallel:
         raise UserError(
             f"parallel.batch_split: 2 with mesh.tensor {tensor} hides collectives of parallel.sequence_parallel, which"

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.collectives import to_varying, varying_axes
-from jaxdist.nn.matmul.plain import plain_product
+from jaxdist.nn.matmul.plain import as_matrices, plain_product
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 MULTIPLE = 16  # cuBLASLt's tiles of float8 matrices have this many rows and columns
@@ -44,13 +43,13 @@ def product(x: jax.Array, kernel: jax.Array, *, fp8: bool) -> jax.Array:
     """The product x [..., I] @ kernel [I, *O] -> [..., *O], in their dtype.
 
     fp8: multiply in float8 if this device's sizes fit (`fits`). Each device has the scales of its own shards.
+
+    It has no forward-mode derivatives (`jax.jvp`): see `plain_product`.
     """
     inputs = x.shape[-1]
     if not (fp8 and fits(x.size // max(inputs, 1), inputs, kernel.size // max(inputs, 1))):
         return plain_product(x, kernel)
-    axes = varying_axes(x) | varying_axes(kernel)  # autodiff transposes the casts, and so sums gradients over axes
-    x_TI, kernel_IO = to_varying((x.reshape(-1, inputs), kernel.reshape(inputs, -1)), axes)
-    return float8_product(x_TI, kernel_IO).reshape(*x.shape[:-1], *kernel.shape[1:])
+    return as_matrices(float8_product, x, kernel)
 
 
 def _multiply(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], dims: Any, dtype: Any, how: Any) -> Any:

@@ -7,6 +7,11 @@ with 4 blocks of 256 took 361 ms in place of 407 (8 x 128 tokens, one core).
 Legend: T tokens, I input width, O output width.
 """
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,29 +21,42 @@ from jaxdist.precision.autocast import casting
 
 
 def plain_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The product x [..., I] @ kernel [I, *O] -> [..., *O], in the wider of their dtypes."""
-    inputs = kernel.shape[0]
-    if casting.value or x.dtype != kernel.dtype:  # autocast leaves a product with a rule of its own as it is
+    """The product x [..., I] @ kernel [I, *O] -> [..., *O], in their dtype.
+
+    Like all functions with a `jax.custom_vjp` it has derivatives by `jax.grad`, `jax.vjp` and `jax.hessian`, and none
+    by `jax.jvp` and `jax.jacfwd`. Under autocast (O1), and for operands of two dtypes, it is `jnp.tensordot`.
+    """
+    if casting.value or x.dtype != kernel.dtype:
         return jnp.tensordot(x, kernel, 1)
+    precision = jax.config.jax_default_matmul_precision  # of the caller: the backward pass is traced elsewhere
+    return as_matrices(functools.partial(_product, precision), x, kernel)
+
+
+def as_matrices(multiply: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """multiply(x [T, I], kernel [I, O]) -> [T, O], for x [..., I] and kernel [I, *O] -> [..., *O].
+
+    multiply gets both arrays typed varying over the mesh axes of both.
+    """
     axes = varying_axes(x) | varying_axes(kernel)  # autodiff transposes the casts, and so sums gradients over axes
-    x_TI, kernel_IO = to_varying((x.reshape(-1, inputs), kernel.reshape(inputs, -1)), axes)
-    return _product(x_TI, kernel_IO).reshape(*x.shape[:-1], *kernel.shape[1:])
+    (*rows, inputs), (width, *features) = x.shape, kernel.shape
+    matrices = x.reshape(math.prod(rows), inputs), kernel.reshape(width, math.prod(features))
+    return multiply(*to_varying(matrices, axes)).reshape(*rows, *features)
 
 
-@jax.custom_vjp
-def _product(x_TI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    return jnp.dot(x_TI, kernel_IO)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(precision: Any, x_TI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    return jnp.dot(x_TI, kernel_IO, precision=precision)
 
 
-def _forward(x_TI: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.dot(x_TI, kernel_IO), (x_TI, kernel_IO)
+def _forward(precision: Any, x_TI: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return jnp.dot(x_TI, kernel_IO, precision=precision), (x_TI, kernel_IO)
 
 
-def _backward(saved: tuple[jax.Array, jax.Array], dy_TO: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(precision: Any, saved: tuple[jax.Array, jax.Array], dy_TO: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_TI, kernel_IO = saved
     # First the kernel's, after which x is not needed any more.
-    of_kernel = lax.dot_general(x_TI, dy_TO, (((0,), (0,)), ((), ())))
-    return lax.dot_general(dy_TO, kernel_IO, (((1,), (1,)), ((), ()))), of_kernel
+    of_kernel = lax.dot_general(x_TI, dy_TO, (((0,), (0,)), ((), ())), precision=precision)
+    return lax.dot_general(dy_TO, kernel_IO, (((1,), (1,)), ((), ())), precision=precision), of_kernel
 
 
 _product.defvjp(_forward, _backward)

@@ -32,9 +32,9 @@ def in_halves(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
                 " allowed: an even number; or batch_split=1"
             )
         for leaf in jax.tree.leaves(given):
-            if leaf.shape[:1] != (count,):
+            if jnp.shape(leaf)[:1] != (count,):
                 raise UserError(
-                    f"parallel.batch_split: 2 halves what blocks read of a batch, and an array {leaf.shape} has no row"
+                    f"parallel.batch_split: 2 halves what blocks read of a batch, and {jnp.shape(leaf)} has no row"
                     f" for each of {count} samples; let rows(batch) give arrays [B, ...], or take batch_split=1"
                 )
 

@@ -41,7 +41,7 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     told: dict[str, int | bool] = {NO_ZEROS: True}
     if options.prefetch and is_model(params):
         told |= _prefetching(params, options, mesh)
-    elif options.batch_split > 1:
+    if options.batch_split > 1:  # which excludes prefetching, and a loss without blocks
         told |= {THRESHOLD.format(op): 0 for op in ("all_gather", "reduce_scatter")}
     given = names_given(os.environ.get("XLA_FLAGS", ""))
     return {name: value for name, value in told.items() if f"--{name}" not in given}

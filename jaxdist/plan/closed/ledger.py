@@ -5,8 +5,8 @@ stages run (`table`, or `sends`), a collective algorithm what a call costs (`cos
 (`Known.leaves`); and of what one microbatch sends (`jaxdist.plan.closed.microbatch`), which is traced once for each
 form of the layers. A test compares it with the ledger of the traced step.
 
-Bytes are exact on every axis. Calls are exact but for hand-written algorithms, whose messages count one a round, and
-for losses in chunks, which may count as one.
+Bytes are exact on every axis. Calls are exact but for hand-written algorithms, whose messages count one a round, for
+losses in chunks, which may count as one, and for the halves of `parallel.batch_split`, whose two calls count as one.
 What has no closed form is traced whole: see `_sends`.
 """
 

@@ -73,6 +73,11 @@ class Search(NamedTuple):
         return [each for each in self.tight if BOUNDS[0] * each.peak <= self.cluster.memory]
 
 
+def _families(config: Config, cluster: PlanCluster) -> list[list[Layout]]:
+    """The `layouts` that are tried on a cluster."""
+    return [*layouts(config, cluster.devices, per_host=cluster.per_host, halves=bool(cluster.hidden))]
+
+
 def search(
     config: Config,
     cluster: PlanCluster,
@@ -89,7 +94,7 @@ def search(
     fitting, tight = list[Predicted](), list[Predicted]()
     refused, examples, considered, nearest = Counter[str](), dict[str, Layout](), 0, None
     if among is None:
-        families = [*layouts(config, cluster.devices, per_host=cluster.per_host)]
+        families = _families(config, cluster)
         predictions = _of_families(config, cluster, known, families, progress)
     else:
         predictions = [_family(config, cluster, known, [each]) for each in among]
@@ -187,7 +192,7 @@ def predict_families(
 
     numbers: of the families, in the order of `layouts`.
     """
-    known, families = Known(), [*layouts(config, cluster.devices, per_host=cluster.per_host)]
+    known, families = Known(), _families(config, cluster)
     with _without_collection():
         return [_family(config, cluster, known, families[number]) for number in numbers], known.traced()
 

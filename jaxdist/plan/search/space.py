@@ -71,6 +71,7 @@ class Layout(NamedTuple):
             len(axes),
             0 if values["memory.remat"] == "none" else 1 + (values["memory.remat"] == "full"),
             values["parallel.microbatches"],
+            values.get("parallel.batch_split", 1),
         )
 
 
@@ -90,11 +91,13 @@ def axis_splits(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
             yield {axes[0]: size, **rest}
 
 
-def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Layout]]:
+def layouts(config: Config, devices: int, *, per_host: int, halves: bool = False) -> Iterator[list[Layout]]:
     """The candidates of a configuration on that many devices, not checked: in families that differ in what they keep.
 
     A family has the same mesh, strategy and schedule. Its members differ in the optimizer's state in host memory, in
     what is computed again, and in microbatches: in this order, each takes less memory the further it goes.
+
+    halves: whether `parallel.batch_split: 2` is tried, as where collectives can run beside computation.
 
     Left out is what another candidate beats in every figure: tensor parallelism between hosts; gpipe, which keeps more
     than 1F1B; zero strategies without shards; `context` above what a batch with fewer sequences than devices needs,
@@ -115,30 +118,31 @@ def layouts(config: Config, devices: int, *, per_host: int) -> Iterator[list[Lay
             values |= {"parallel.prefetch": None}  # where it can be, on GPUs
             values |= {"parallel.stages": config.parallel.stages if sizes.get("pipe", 1) == config.mesh.pipe else ()}
             values |= {"parallel.sequence_parallel": splits and sizes.get("tensor", 1) > 1}
-            yield _members(config, values, sizes)
+            yield _members(config, values, sizes, halves=halves)
 
 
-def _members(config: Config, values: dict[str, Any], sizes: dict[str, int]) -> list[Layout]:
+def _members(config: Config, values: dict[str, Any], sizes: dict[str, int], *, halves: bool) -> list[Layout]:
     """The members of a family."""
     remats = tuple(dict.fromkeys((*REMATS, config.memory.remat)))
     rows = config.data.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
     pipeline = not ScheduleFacts.of(values["parallel.schedule"]).one_stage
     counts = microbatch_counts(rows, pipeline=pipeline)
-    # Blocks that are gathered ahead hide more than halves do.
+    # zero3 prefetches, which excludes halves; halves beat prefetching where blocks are unrolled too (docs/plan.md).
     ahead = StrategyFacts.of(values["parallel.strategy"]).regathers
-    halves = values["parallel.sequence_parallel"] and not (ahead or pipeline or _keeps_whole(config))
-    each = itertools.product((config.memory.offload.optimizer, True), remats, counts)
+    splits = halves and values["parallel.sequence_parallel"] and not (ahead or pipeline or _keeps_whole(config))
+    parts = [(count, 1) for count in counts] + [(count, 2) for count in counts if splits and rows // count % 2 == 0]
+    each = itertools.product((config.memory.offload.optimizer, True), remats, sorted(parts))
     return [
         Layout(
             (
                 *values.items(),
                 ("parallel.microbatches", count),
-                ("parallel.batch_split", 2 if halves and rows // count % 2 == 0 else 1),
+                ("parallel.batch_split", split),
                 ("memory.remat", remat),
                 ("memory.offload.optimizer", offload),
             )
         )
-        for offload, remat, count in dict.fromkeys(each)
+        for offload, remat, (count, split) in dict.fromkeys(each)
     ]
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 Step = Callable[[int], Any]  # runs on the i-th batch, and gives the loss: a number, or an array to be computed
 
-SMALLEST = 32768  # bytes of a parameter that zero3 splits: the default of `parallel.min_shard_bytes`
-
 
 def jaxdist(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
     """kind: a strategy. The loss is the mean over all processes."""
@@ -29,6 +27,7 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
     from jax.sharding import NamedSharding
 
     from harness.task import BETAS, CLIP, DECAY, EPS, LR, make_task
+    from jaxdist.config.schema import ParallelConfig
     from jaxdist.init import state_target
     from jaxdist.mesh import make_mesh
     from jaxdist.models.gpt import gpt
@@ -40,7 +39,7 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
     mesh = make_mesh(data=processes) if kind == "ddp" else make_mesh(fsdp=processes)
     model = gpt(size.model.replace(loss_chunk=0, scan_blocks=0), max_length=size.length)
     tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
-    least = SMALLEST if kind == "zero3" else 0
+    least = ParallelConfig().min_shard_bytes
     target = state_target(model, tx, mesh, strategy=kind, min_shard_bytes=least)
     run = make_train_step(model, tx, mesh, strategy=kind, min_shard_bytes=least)
     whole = NamedSharding(mesh, BATCH_SPEC)
