@@ -2,8 +2,8 @@
 
 The halves need nothing of each other, so that XLA's scheduler can run a collective of one half, such as an all-gather
 of sequence parallelism, beside products of the other. This is the batch split of Domino (Wang et al. 2024, arXiv
-2409.15241), without an order that is fixed by hand. As many bytes are sent, in twice as many calls. Figures:
-docs/compiler.md.
+2409.15241), without an order that is fixed by hand. As many bytes of activations are sent, in twice as many calls;
+gradients of norms, which are summed over `tensor`, are summed for each half. Figures: docs/compiler.md.
 """
 
 from collections.abc import Callable

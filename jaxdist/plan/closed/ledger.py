@@ -6,7 +6,7 @@ stages run (`table`, or `sends`), a collective algorithm what a call costs (`cos
 form of the layers. A test compares it with the ledger of the traced step.
 
 Bytes are exact on every axis. Calls are exact but for hand-written algorithms, whose messages count one a round, for
-losses in chunks, which may count as one, and for the halves of `parallel.batch_split`, whose two calls count as one.
+losses in chunks, which may count as one.
 What has no closed form is traced whole: see `_sends`.
 """
 
@@ -93,7 +93,7 @@ def sends_of(config: Config, known: Known) -> list[Transfer]:
     mesh, parallel = config.mesh, config.parallel
     key = (*model_key(config), *placing_key(config), config.optimizer.frozen, parallel.schedule, config.distill.on)
     entry = known.get(("closed", *key, parallel.local.on), lambda: _entry(config, known))
-    if entry is None:
+    if entry is None or parallel.batch_split > 1:  # each half sums the gradients of its norms over `tensor`
         return _traced(config)
     sync, shards = parallel.grad_sync, mesh.data * mesh.fsdp * mesh.expert
     microbatches = sync.virtual_shards // shards if sync.deterministic else parallel.microbatches

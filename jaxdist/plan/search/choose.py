@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxdist.config.entries import ScheduleFacts, is_shipped
@@ -17,7 +18,7 @@ from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
 from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
-from jaxdist.plan.closed.sent import bytes_by_axes
+from jaxdist.plan.closed.sent import Transfer, bytes_by_axes
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.second_process import SecondProcess
 from jaxdist.plan.search.seconds import Seconds, seconds_of
@@ -197,6 +198,12 @@ def predict_families(
         return [_family(config, cluster, known, families[number]) for number in numbers], known.traced()
 
 
+def _sent(config: Config, known: Known) -> list[Transfer]:
+    """What a device sends, in closed form; of `parallel.batch_split: 2` as without it, since to trace each candidate
+    would take seconds. Halves send as much, but for a few gradients of norms; `seconds_of` counts their calls."""
+    return list(sends_of(replace(config, parallel=replace(config.parallel, batch_split=1)), known))
+
+
 def _family(config: Config, cluster: PlanCluster, known: Known, members: list[Layout]) -> FamilyFigures:
     """Predict the members of a family, but for those that take more time than another one that fits."""
     found = FamilyFigures([], [], None, [], len(members))
@@ -236,7 +243,7 @@ def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known
     memory = memory_of(config, known, most=ROOM * cluster.memory)
     if memory[PEAK] > ROOM * cluster.memory:
         return Predicted(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0), memory, math.inf)
-    sent = list(sends_of(config, known))
+    sent = _sent(config, known)
     seconds = seconds_of(config, cluster, sent, memory, known)
     of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts
     return Predicted(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
@@ -247,7 +254,7 @@ def step_seconds(config: Config, cluster: PlanCluster, known: Known) -> float | 
     if unplannable(config, known) is not None:
         return None
     config = with_prefetch(config, gpu=cluster.gpu)
-    return seconds_of(config, cluster, list(sends_of(config, known)), at_rest(config, known).state, known).total
+    return seconds_of(config, cluster, _sent(config, known), at_rest(config, known).state, known).total
 
 
 def unplannable(config: Config, known: Known) -> str | None:

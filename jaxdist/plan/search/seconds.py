@@ -168,7 +168,7 @@ def _waiting(
         found, together = list[float](), dict[tuple[object, ...], float]()
         for each, link in zip(given, links, strict=True):
             calls = each.calls[min(stage, len(each.calls) - 1)]
-            # The closed ledger counts the calls of blocks that run for both halves of a batch as one.
+            # `sent` has the calls of a whole batch, and each half has them.
             parts = config.parallel.batch_split if each.what == "activations" else 1
             latency = parts * calls * rounds(each.op, each.group_size) * link.latency_s
             if each.what in ("parameters", "gradients"):
