@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,19 +23,13 @@ from harness.task import SIZES
 
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.observe import measured_on
+from jaxdist.runtime.network.addresses import free_port
 
 RANK = Path(__file__).parent / "harness" / "gloo_rank.py"
 CONTENDERS = "jaxdist-ddp,torch-ddp,torch-ddp-compiled,jaxdist-zero3,torch-fsdp2"
 KNOWN = (*CONTENDERS.split(","), "torch-fsdp2-compiled")
 WARM = 2  # rounds that are not counted
 AGREE = 1e-5  # first losses, relative
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses yet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Job:

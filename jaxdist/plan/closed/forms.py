@@ -91,9 +91,7 @@ def microbatches_of(
     for size, smallest in ((2 if fsdp % 2 == 0 or fsdp == 1 else fsdp, least if form.prefetch else 0), (fsdp, least)):
         alone = _one_microbatch(config, size, smallest, moves, form, rows=known.primes(config)[0])
         mesh, model = planned_mesh(alone), known.model(alone)
-        options = replace(
-            step_options(alone, mesh), prefetch=int(form.prefetch), batch_split=1, pipeline_cond=not form.masked
-        )
+        options = replace(step_options(alone, mesh), prefetch=int(form.prefetch), pipeline_cond=not form.masked)
         specs = get_strategy(options).place(model.shapes, model.specs, mesh)
         split = {name: shard_of(spec) for name, spec in named_leaves(specs)}
         if all(_same(share, split[share.name], form) for share in shares):

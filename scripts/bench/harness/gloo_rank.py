@@ -60,7 +60,8 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
 
 
 def torch(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
-    """kind: ddp or fsdp2, with -compiled for `torch.compile`. The loss is the mean over all processes."""
+    """kind: ddp or fsdp2, with -compiled for `torch.compile`. The first loss is the mean over all processes, later ones
+    are this process's."""
     import torch
     from torch import distributed, nn
     from torch.distributed.fsdp import fully_shard
@@ -89,23 +90,20 @@ def torch(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
         {name: torch.tensor(ids[own], dtype=torch.int64) for name, ids in batch.items()} for batch in task.batches
     ]
 
-    def step(i: int) -> float:
+    def step(i: int) -> Any:
         batch = batches[i % len(batches)]
         loss = run(batch["inputs"], batch["targets"])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         tx.step()
         tx.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def mean_loss(i: int) -> Any:
-        total = step(i)
+        loss = loss.detach()
         if i == 0:  # later steps do not pay for the comparison
-            distributed.all_reduce(total)
-            total /= processes
-        return total
+            distributed.all_reduce(loss)
+            loss /= processes
+        return loss
 
-    return mean_loss
+    return step
 
 
 def main() -> None:
