@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.collectives import varying_axes
 from jaxdist.errors import UserError
 from jaxdist.specs import PyTree
 
@@ -43,9 +44,24 @@ def in_halves(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
         first = block(params, *half(0))
         # XLA:GPU's dot-merger would join the two products with a parameter into one, which waits for both halves.
-        # Behind the barrier the second half's parameters are other values. It is one barrier for all: with one for each
-        # parameter XLA of jax 0.12.0 cannot schedule some loops ("RET_CHECK ... hlo_schedule").
-        second = block(lax.optimization_barrier(params), *half(1))
+        # Behind a barrier the second half's parameters are other values.
+        second = block(behind_barriers(params), *half(1))
         return jnp.concatenate([first, second])
 
     return run
+
+
+def behind_barriers(tree: PyTree) -> PyTree:
+    """The same values, which XLA takes for others: an optimization barrier for the leaves that vary over the same axes.
+
+    Not one for all: before jax 0.11 everything behind a barrier varies over whatever one of its values varies over. Not
+    one for each leaf: XLA of jax 0.12.0 then cannot schedule some loops ("RET_CHECK ... hlo_schedule").
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    alike = dict[frozenset[str], list[int]]()
+    for i, leaf in enumerate(leaves):
+        alike.setdefault(varying_axes(leaf), []).append(i)
+    for places in alike.values():
+        for i, leaf in zip(places, lax.optimization_barrier([leaves[i] for i in places]), strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
