@@ -23,6 +23,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.nn import why_not_cudnn
+from jaxdist.nn.context.cudnn_tiles import why_no_cudnn_tiles
 from jaxdist.optim.ema import with_ema
 from jaxdist.optim.make import make_optimizer
 from jaxdist.parallel.modules.module_loss import ModuleLoss
@@ -89,7 +90,7 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
 
     A model of somebody else's gets the kernel that is asked for. Raises `UserError` for cudnn where it cannot run.
     """
-    model = config.model
+    model, form = config.model, form_of(config)
     if not ModelFacts.of(model.name).kernels:
         return getattr(model, "attention", "xla"), None
     wide = any(fnmatch.fnmatchcase(name, each) for name in BEFORE_ATTENTION for each in precision.keep_fp32)
@@ -104,10 +105,12 @@ def attention_of(config: Config, precision: Precision, mesh: AnyMesh) -> tuple[s
             dropout=model.dropout,
             per_op=precision.per_op,
             masked=ModelFacts.of(model.name).key_mask or config.data.apart,
-            window=getattr(model, "window", None),
+            window=None if form == "ring" else getattr(model, "window", None),  # its tiles have one mask for both
         )
-    if (form := form_of(config)) in ("gather", "ring"):
-        why = f"attention over mesh.context {config.mesh.context} goes by {form}, which computes scores in plain XLA"
+    if form == "ring" and why is None:
+        why = why_no_cudnn_tiles()
+    if form == "gather":
+        why = f"attention over mesh.context {config.mesh.context} goes by gather, which computes scores in plain XLA"
     if model.attention == "cudnn" and why is not None:
         raise UserError(f"model.attention: 'cudnn' is not possible: {why}; allowed: auto, xla")
     return ("cudnn" if why is None else "xla"), why

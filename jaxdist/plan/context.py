@@ -35,6 +35,7 @@ def traffic(
     - widened: by how much gradients are wider than keys; 2 in bf16, whose sums the ring sends in fp32.
     """
     others, kept = devices - 1, not isinstance(remat, str) and "attention.context" in remat
+    kept = kept or (form == "ring" and remat == "dots")
     if form == "all_to_all":  # queries, keys and values there, the result back
         there = (queries + keys) * others / devices
         once = backward = there + queries * others / devices

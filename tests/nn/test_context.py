@@ -116,7 +116,7 @@ MUTANTS = {
     "no masks of documents in the rounds": (
         LLAMA,
         "jaxdist.nn.context.ring._Masks.of_round",
-        lambda self, i, before: None,
+        lambda self, i, before: tiles.TileMask(),
     ),
     "gather without its positions": (
         LLAMA._replace(form="gather"),
@@ -160,7 +160,7 @@ def test_dropout_is_that_of_one_device(form: str, tensor: int, monkeypatch: pyte
 
 
 ROWS, BLOCKS, HEADS, KV_HEADS, WIDTH = 2, 2, 16, 8, 32
-REMATS = ("none", "full", ("attention.context",), ("attention.out",))
+REMATS = ("none", "full", "dots", ("attention.context",), ("attention.out",))
 
 
 def small(context: int, form: str | None, *, tensor: int = 1, **model: Any) -> tuple[Any, Any]:
@@ -229,7 +229,7 @@ def test_a_ring_keeps_its_part_of_what_there_is() -> None:
     assert numbers == {context: pytest.approx(whole / context, rel=0.01) for context in numbers}
 
     def by_autodiff(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return ring._forward(*to_varying((q, k, v), ("context",)), None, None)[0]
+        return ring._forward(*to_varying((q, k, v), ("context",)), None, None, "xla")[0]
 
     assert kept(8, by_autodiff) > 10 * numbers[8]
 
@@ -323,15 +323,14 @@ def test_a_layer_says_what_it_cannot(given: dict[str, Any], text: str) -> None:
         Attention(nnx.Rngs(0), WIDTH, HEADS, HEADS, bias=False, **given)
 
 
-def test_a_ring_has_no_kernel_of_cudnn() -> None:
+def test_gather_has_no_kernel_of_cudnn() -> None:
     always = ("mesh={data: 1, fsdp: 1, tensor: 1, context: 4}", "model={name: gpt, heads: 4, width: 64}")
-    for form in ("ring", "gather"):
-        config = load_config("configs/quickstart.yaml", [*always, f"parallel.context={form}"], planned=True)
-        why = f"attention over mesh.context 4 goes by {form}, which computes scores in plain XLA"
-        assert attention_of(config, precision_of(config.precision), abstract_mesh(context=4)) == ("xla", why)
-        asked = dataclasses.replace(config, model=config.model.replace(attention="cudnn"))
-        with pytest.raises(UserError, match=re.escape(why)):
-            attention_of(asked, precision_of(config.precision), abstract_mesh(context=4))
+    config = load_config("configs/quickstart.yaml", [*always, "parallel.context=gather"], planned=True)
+    why = "attention over mesh.context 4 goes by gather, which computes scores in plain XLA"
+    assert attention_of(config, precision_of(config.precision), abstract_mesh(context=4)) == ("xla", why)
+    asked = dataclasses.replace(config, model=config.model.replace(attention="cudnn"))
+    with pytest.raises(UserError, match=re.escape(why)):
+        attention_of(asked, precision_of(config.precision), abstract_mesh(context=4))
 
 
 def test_a_ring_is_refused_in_conditions() -> None:

@@ -92,7 +92,7 @@ def _attend_over_context(
         )
     if layer.context == RING:
         starts_BS = None if seen is None else seen.starts_BS
-        return _projected(layer, ring_attention(q, k, v, starts_BS, window=layer.window))
+        return _projected(layer, ring_attention(q, k, v, starts_BS, window=layer.window, kernel=layer.kernel))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, split: ContextSplit, positions: Any = None) -> jax.Array:
         documents = seen

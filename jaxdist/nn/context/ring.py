@@ -27,15 +27,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import make_group, to_varying, varying_axes
 from jaxdist.collectives.group import Group, shift
+from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES
 from jaxdist.nn.context.positions import own_context, own_numbers
-from jaxdist.nn.context.tiles import TileResult, Tokens, delta_of, hidden, merged, tile, tile_gradients
-from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, Tokens, WholeResult, merged, unseen
 
+TILES: dict[str, TileKernel] = {"xla": XLA_TILES, "cudnn": CUDNN_TILES}
+RING_RESULT = "attention.ring"  # the name of the result and of its lse, which `memory.remat: dots` keeps
 Halves = tuple[jax.Array, jax.Array]
 
 
 def ring_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None = None, *, window: int | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts_BS: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    kernel: str = "xla",
 ) -> jax.Array:
     """Causal attention of this device's queries [B, s, n, G, K] over all keys and values, [B, s, n, K] here.
 
@@ -44,14 +52,17 @@ def ring_attention(
 
     starts_BS: the position at which each token's document starts, of the whole sequence [B, S]; None: a row is one.
     window: of the positions up to its own, how many a query sees, the last ones. None: all.
+    kernel: of the tiles, a key of `TILES`.
     """
     axes = varying_axes(q) | varying_axes(k) | varying_axes(v) | {"context"}
-    return _ring(*to_varying((q, k, v), axes), starts_BS, window)
+    return _ring(*to_varying((q, k, v), axes), starts_BS, window, kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, window: int | None) -> jax.Array:
-    return _forward(q, k, v, starts_BS, window)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _ring(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, window: int | None, kernel: str
+) -> jax.Array:
+    return _forward(q, k, v, starts_BS, window, kernel)[0]
 
 
 def _halves(x: jax.Array) -> Halves:
@@ -98,11 +109,11 @@ def _hop(group: Group, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 class _Masks:
-    """The masks of a device's tiles. Without documents and a window only the first one is needed."""
+    """The masks of a device's tiles. Without documents and a window, only its own tile has one."""
 
     def __init__(self, q: jax.Array, starts_BS: jax.Array | None, window: int | None, group: Group) -> None:
         self.starts_BS, self.window, self.group = starts_BS, window, group
-        self.shape, self.dtype = q.shape[:2], accumulation_dtype(q.dtype)
+        self.shape = q.shape[:2]
         self.special = starts_BS is not None or window is not None
 
     def tokens(self, device: jax.Array | int) -> Tokens:
@@ -110,23 +121,23 @@ class _Masks:
         starts = None if self.starts_BS is None else own_context(self.starts_BS, dim=1, device=device)
         return Tokens(jnp.broadcast_to(own_numbers(self.shape[1], device=device), self.shape), starts)
 
-    def own(self) -> jax.Array:
-        """Of this device's queries over its own keys."""
+    def own(self) -> TileMask:
+        """Of this device's queries over its own keys. The second chunk is behind the first in the sequence, too."""
         mine = self.tokens(self.group.rank)
-        return hidden(mine, mine, self.window, self.dtype)
+        return TileMask(causal=True, unseen_BST=unseen(mine, mine, self.window) if self.special else None)
 
-    def of_round(self, i: int, before: jax.Array) -> jax.Array | None:
-        """Of the tiles of round i; None: all is seen."""
+    def of_round(self, i: int, before: jax.Array) -> TileMask:
+        """Of the tiles of round i."""
         if not self.special:
-            return None
+            return TileMask()
         queries, keys = self.tokens(self.group.rank), self.tokens((self.group.rank - i) % self.group.n)
-        return hidden(queries_of_round(before, queries), keys_of_round(before, keys), self.window, self.dtype)
+        return TileMask(unseen_BST=unseen(queries_of_round(before, queries), keys_of_round(before, keys), self.window))
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, window: int | None
+    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, window: int | None, kernel: str
 ) -> tuple[jax.Array, Any]:
-    group = make_group("context")
+    group, tile = make_group("context"), TILES[kernel].forward
     masks = _Masks(q, starts_BS, window, group)
     travel = _hop(group, k, v)
     out, lse = tile(q, k, v, masks.own())
@@ -139,7 +150,8 @@ def _forward(
         k_i, v_i = keys_of_round(before, keys)
         found = tile(queries_of_round(before, q), k_i, v_i, masks.of_round(i, before))
         out, lse = _added(before, TileResult(out, lse), found)
-    out, lse = (checkpoint_name(x, "attention.context") for x in (out.astype(q.dtype), lse))
+    for name in ("attention.context", RING_RESULT):
+        out, lse = (checkpoint_name(x, name) for x in (out.astype(q.dtype), lse))
     return out, (q, k, v, starts_BS, out, lse)
 
 
@@ -156,23 +168,25 @@ def _added(before: jax.Array, so_far: TileResult, found: TileResult) -> TileResu
     return TileResult(put(out, out1, out2), put(lse, lse1, lse2))
 
 
-def _backward(window: int | None, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(
+    window: int | None, kernel: str, saved: Any, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, starts_BS, out, lse = saved
-    group = make_group("context")
+    group, gradients = make_group("context"), TILES[kernel].backward
     masks = _Masks(q, starts_BS, window, group)
     # Else XLA would merge these hops with those of the forward pass, and keep what they bring.
     k, v, dout = lax.optimization_barrier((k, v, dout))
-    travel, delta = _hop(group, k, v), delta_of(out, dout)
-    dq, dk, dv = tile_gradients(q, k, v, masks.own(), dout, lse, delta)
+    travel, whole = _hop(group, k, v), WholeResult(out, dout, lse)
+    dq, dk, dv = gradients(q, k, v, masks.own(), whole)
     sums: tuple[jax.Array, jax.Array] | None = None
     for i in range(1, group.n):
         travel, dq = lax.optimization_barrier((travel, dq))
         keys, before = travel, group.rank >= i
         if i < group.n - 1:
             travel = _hop(group, *travel)
-        q_i, dout_i, lse_i, delta_i = queries_of_round(before, (q, dout, lse, delta))
+        q_i, whole_i = queries_of_round(before, (q, whole))
         k_i, v_i = keys_of_round(before, keys)
-        dq_i, *own = tile_gradients(q_i, k_i, v_i, masks.of_round(i, before), dout_i, lse_i, delta_i)
+        dq_i, *own = gradients(q_i, k_i, v_i, masks.of_round(i, before), whole_i)
         dq = dq + _back(before, dq_i, queries=True)
         dk_i, dv_i = (_back(before, each, queries=False) for each in own)
         # Sums start on the device after the one whose they are, and come home with the last hop: C - 1 hops, not C.

@@ -7,6 +7,7 @@ the result of the whole, not from its own (Dao et al. 2022, FlashAttention, appe
 Legend: B batch, S queries, T keys, n key/value heads, G query heads of each, K head width.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,17 @@ class Tokens(NamedTuple):
     starts_BS: jax.Array | None
 
 
+class TileMask(NamedTuple):
+    """Which keys of a tile its queries see. The default: all.
+
+    causal: whether query i sees the keys 0 to i only.
+    unseen_BST: whether a query does not see a key; None: it sees all that causality lets it see.
+    """
+
+    causal: bool = False
+    unseen_BST: jax.Array | None = None
+
+
 class TileResult(NamedTuple):
     """out: [B, S, n, G, K], in at least fp32. lse: [B, S, n, G]."""
 
@@ -34,45 +46,71 @@ class TileResult(NamedTuple):
     lse: jax.Array
 
 
-def hidden(queries: Tokens, keys: Tokens, window: int | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The mask of a tile, to be added to scores [B, n, G, S, T]: lowest where a query does not see a key, else 0."""
+class WholeResult(NamedTuple):
+    """Of the attention over all keys, what the backward pass of a tile needs for its queries.
+
+    out, dout: [B, S, n, G, K], the result and its gradient. lse: [B, S, n, G].
+    """
+
+    out: jax.Array
+    dout: jax.Array
+    lse: jax.Array
+
+
+class TileKernel(NamedTuple):
+    """How tiles are computed.
+
+    forward: (q [B, S, n, G, K], k and v [B, T, n, K], mask) -> the attention of these queries over these keys alone.
+    backward: (q, k, v, mask, whole) -> the gradients of q, k and v by way of this tile, in at least fp32.
+    """
+
+    forward: Callable[[jax.Array, jax.Array, jax.Array, TileMask], TileResult]
+    backward: Callable[[jax.Array, jax.Array, jax.Array, TileMask, WholeResult], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def unseen(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
+    """Whether a query does not see a key, [B, S, T]: for `TileMask`."""
     at, of = queries.numbers_BS[:, :, None], keys.numbers_BS[:, None, :]
-    unseen = of > at
+    found = of > at
     if window is not None:
-        unseen = unseen | (of <= at - window)
+        found = found | (of <= at - window)
     if queries.starts_BS is not None and keys.starts_BS is not None:
-        unseen = unseen | (queries.starts_BS[:, :, None] != keys.starts_BS[:, None, :])
-    return jnp.where(unseen, jnp.asarray(jnp.finfo(dtype).min, dtype), jnp.zeros((), dtype))[:, None, None]
+        found = found | (queries.starts_BS[:, :, None] != keys.starts_BS[:, None, :])
+    return found
 
 
-def _scores(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, mask: TileMask) -> jax.Array:
     scores = einsum_fp32("BSnGK,BTnK->BnGST", q, k) * q.shape[-1] ** -0.5
-    return scores if mask is None else scores + mask
+    hidden = mask.unseen_BST
+    if mask.causal:
+        later = jnp.triu(jnp.ones((1, q.shape[1], k.shape[1]), bool), 1)
+        hidden = later if hidden is None else hidden | later
+    if hidden is None:
+        return scores
+    return scores + jnp.where(hidden, jnp.finfo(scores.dtype).min, jnp.zeros((), scores.dtype))[:, None, None]
 
 
-def tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> TileResult:
-    """The attention of these queries over these keys alone. mask: of `hidden`; None: all keys are seen."""
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> TileResult:
     scores = _scores(q, k, mask)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - lse[..., None])
     return TileResult(einsum_fp32("BnGST,BTnK->BSnGK", weights.astype(v.dtype), v), lse.transpose(0, 3, 1, 2))
 
 
-def tile_gradients(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, dout: jax.Array, lse: jax.Array, delta: jax.Array
+def _backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask, whole: WholeResult
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v by way of this tile, in at least fp32.
-
-    dout: the gradient of the whole result. lse: of the whole softmax. delta: [B, S, n, G], the sum over K of the whole
-        result times dout.
-    """
-    rows = (0, 2, 3, 1)  # [B, S, n, G] -> [B, n, G, S]
-    dout = dout.astype(q.dtype)
-    weights = jnp.exp(_scores(q, k, mask) - lse.transpose(rows)[..., None])
+    wide, by_scores = accumulation_dtype(q.dtype), (0, 2, 3, 1)  # [B, S, n, G] -> [B, n, G, S]
+    delta = (whole.out.astype(wide) * whole.dout.astype(wide)).sum(-1)
+    dout = whole.dout.astype(q.dtype)
+    weights = jnp.exp(_scores(q, k, mask) - whole.lse.transpose(by_scores)[..., None])
     dv = einsum_fp32("BnGST,BSnGK->BTnK", weights.astype(q.dtype), dout)
-    dscores = weights * (einsum_fp32("BSnGK,BTnK->BnGST", dout, v) - delta.transpose(rows)[..., None])
+    dscores = weights * (einsum_fp32("BSnGK,BTnK->BnGST", dout, v) - delta.transpose(by_scores)[..., None])
     dscores = (dscores * q.shape[-1] ** -0.5).astype(q.dtype)
     return einsum_fp32("BnGST,BTnK->BSnGK", dscores, k), einsum_fp32("BnGST,BSnGK->BTnK", dscores, q), dv
+
+
+XLA_TILES = TileKernel(_forward, _backward)
 
 
 def merged(a: TileResult, b: TileResult) -> TileResult:
@@ -80,9 +118,3 @@ def merged(a: TileResult, b: TileResult) -> TileResult:
     lse = jnp.logaddexp(a.lse, b.lse)
     shares = (jnp.exp(each.lse - lse)[..., None] * each.out for each in (a, b))
     return TileResult(sum(shares, start=jnp.zeros_like(a.out)), lse)
-
-
-def delta_of(out: jax.Array, dout: jax.Array) -> jax.Array:
-    """[B, S, n, G], see `tile_gradients`."""
-    wide = accumulation_dtype(out.dtype)
-    return (out.astype(wide) * dout.astype(wide)).sum(-1)

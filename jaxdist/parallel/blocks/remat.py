@@ -10,6 +10,7 @@ from jax import lax
 from jaxdist.collectives import active_axes
 from jaxdist.config.rules.remat import Remat
 from jaxdist.mesh import BATCH_LIKE, HOST, AnyMesh, on_cpu
+from jaxdist.nn.context.ring import RING_RESULT
 from jaxdist.specs import SHARD_AXES, PyTree
 
 BLOCK_INPUT = "block.input"  # the name of the values that "offload" moves to the host
@@ -40,10 +41,10 @@ def _only_of_data(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _products(prim: Any, *operands: Any, **params: Any) -> bool:
-    """The policy that saves results of matrix products, and attention's by cuDNN with its statistics, which its
-    backward pass reads. Gathered parameters are no products, and scores of plain attention have batch dims."""
-    kernel = prim.name.startswith("dot_product_attention_fwd")
-    return kernel or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *operands, **params))
+    """The policy that saves results of matrix products, and of attention by cuDNN or in a ring with the statistics that
+    its backward pass reads. Gathered parameters are no products, and scores of plain attention have batch dims."""
+    attention = prim.name.startswith("dot_product_attention_fwd") or params.get("name") == RING_RESULT
+    return attention or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *operands, **params))
 
 
 def _policy(mode: Remat, *, constants: bool) -> Callable[..., Any] | None:

@@ -1,0 +1,177 @@
+"""The tiles of a ring by cuDNN. Its kernels do not run here: plain JAX computes what they are documented to compute."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+
+from jaxdist.build import attention_of
+from jaxdist.config.load import load_config
+from jaxdist.config.schema import ModelConfig
+from jaxdist.init import state_target
+from jaxdist.mesh import abstract_mesh, make_mesh
+from jaxdist.models.gpt import gpt
+from jaxdist.nn.context import cudnn_tiles
+from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES, UNSEEN, why_no_cudnn_tiles
+from jaxdist.nn.context.ring import TILES, ring_attention
+from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, WholeResult, merged
+from jaxdist.precision.policy import precision_of
+from jaxdist.step import make_train_step
+
+QUERIES, KEYS, KV_HEADS, GROUPS, WIDTH = 6, 10, 2, 3, 8
+Given = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def random(*shape: int, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def plain_scores(q: jax.Array, k: jax.Array, bias: jax.Array, *, causal: bool) -> jax.Array:
+    """[B, heads, S, T] of q [B, S, heads, K] and k [B, T, n, K]; each n has the next heads / n of the heads."""
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scores = jnp.einsum("BShK,BThK->BhST", q, k) * q.shape[-1] ** -0.5
+    scores = scores + bias if bias.size else scores
+    later = jnp.triu(jnp.ones(scores.shape[-2:], bool), 1)
+    return jnp.where(later, -jnp.inf, scores) if causal else scores
+
+
+def stand_in(name: str, mask: TileMask, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, **_: Any) -> Any:
+    """What the primitives return, from the arguments of `_bind`."""
+    bias = jnp.zeros(0)
+    if mask.unseen_BST is not None:
+        assert not any(size % 2 for size in mask.unseen_BST.shape[1:])  # or cuDNN's check would refuse it
+        bias = jnp.where(mask.unseen_BST[:, None], UNSEEN["bfloat16"], 0.0)
+    scores, groups = plain_scores(q, k, bias, causal=mask.causal), q.shape[2] // k.shape[2]
+    values = jnp.repeat(v, groups, axis=2)
+    if "fwd" in name:
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        return jnp.einsum("BhST,BThK->BShK", jnp.exp(scores - lse[..., None]), values), lse
+    lse, out, dout = rest
+    weights = jnp.exp(scores - lse[..., None])
+    delta = (out * dout).sum(-1).transpose(0, 2, 1)[..., None]
+    dscores = weights * (jnp.einsum("BShK,BThK->BhST", dout, values) - delta) * q.shape[-1] ** -0.5
+    by_group = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)  # noqa: E731
+    dk, dv = jnp.einsum("BhST,BShK->BThK", dscores, q), jnp.einsum("BhST,BShK->BThK", weights, dout)
+    return jnp.einsum("BhST,BThK->BShK", dscores, jnp.repeat(k, groups, axis=2)), by_group(dk), by_group(dv)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_tiles, "_bind", stand_in)
+
+
+def made(queries: int, keys: int, seed: int) -> Given:
+    q = random(2, queries, KV_HEADS, GROUPS, WIDTH, seed=seed)
+    return q, random(2, keys, KV_HEADS, WIDTH, seed=seed + 1), random(2, keys, KV_HEADS, WIDTH, seed=seed + 2)
+
+
+def documents(queries: int, keys: int) -> jax.Array:
+    """Unseen keys, of which the first query sees none."""
+    found = np.random.default_rng(7).random((2, queries, keys)) < 0.3
+    found[:, 0] = True
+    return jnp.asarray(found)
+
+
+MASKS = {
+    "all": (QUERIES, KEYS, TileMask()),
+    "causal": (QUERIES, QUERIES, TileMask(causal=True)),
+    "documents": (QUERIES, KEYS, TileMask(unseen_BST=documents(QUERIES, KEYS))),
+    "odd": (5, 7, TileMask(unseen_BST=documents(5, 7))),
+    "odd causal": (5, 5, TileMask(causal=True, unseen_BST=documents(5, 5).at[:, 0, 0].set(False))),
+}
+
+
+def both(kernel: TileKernel, given: Given, mask: TileMask) -> tuple[TileResult, Any]:
+    """A tile merged with another one over other keys, and the gradients by way of the first."""
+    q, k, v = given
+    found = kernel.forward(*given, mask)
+    rest = kernel.forward(q, *made(q.shape[1], 4, seed=20)[1:], TileMask())
+    whole = merged(found, rest)
+    dout = random(*whole.out.shape, seed=30)
+    return whole, kernel.backward(*given, mask, WholeResult(whole.out, dout, whole.lse))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_tile_and_its_gradients_are_those_of_plain_jax(name: str, emulated: None) -> None:
+    queries, keys, mask = MASKS[name]
+    given = made(queries, keys, seed=10)
+    got, want = both(CUDNN_TILES, given, mask), both(XLA_TILES, given, mask)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert oracle.error(a, b) < 1e-5
+
+
+def grads(kernel: str, starts: bool, window: int | None) -> Any:
+    """Result and gradients of a ring over four devices, 12 positions each."""
+    shapes = (2, 48, KV_HEADS, GROUPS, WIDTH), (2, 48, KV_HEADS, WIDTH), (2, 48, KV_HEADS, WIDTH)
+    given = [random(*shape, seed=40 + i) for i, shape in enumerate(shapes)]
+    first = jnp.where(jnp.arange(48) < 11, 0, 11)[None].repeat(2, 0) if starts else None
+
+    def region(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        attend = lambda *qkv: ring_attention(*qkv, first, window=window, kernel=kernel)  # noqa: E731
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    spec = jax.P(None, "context")
+    run = jax.shard_map(region, mesh=make_mesh(context=4), in_specs=(spec,) * 4, out_specs=(spec,) * 4)
+    return jax.jit(run)(*given, random(*shapes[0], seed=50))
+
+
+@pytest.mark.parametrize(("starts", "window"), [(False, None), (True, None), (False, 7), (True, 7)])
+def test_a_ring_of_such_tiles_is_that_of_plain_tiles(starts: bool, window: int | None, emulated: None) -> None:
+    got, want = grads("cudnn", starts, window), grads("xla", starts, window)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert oracle.error(a, b) < 1e-5
+
+
+def lowered(context: int, *, documents: bool = False, remat: str = "none") -> str:
+    """A step for CUDA. Nothing looks for a GPU or for cuDNN."""
+    config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=32, style="llama", attention="cudnn")
+    model, mesh, tx = gpt(config, max_length=24, context="ring"), make_mesh(context=context), optax.sgd(0.1)
+    state, ids = state_target(model, tx, mesh, strategy="zero3"), np.zeros((2, 24), np.int32)
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision="bf16", remat=remat)
+    batch = {"inputs": ids, "targets": ids, "weights": np.ones(ids.shape, np.float32)}
+    batch |= {"documents": ids} if documents else {}
+    return step.jitted(state).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("context", "documents", "remat", "again"),
+    [(2, False, "none", 0), (4, True, "full", 1), (4, False, "dots", 0)],
+)
+def test_a_step_calls_a_kernel_for_each_round(context: int, documents: bool, remat: str, again: int) -> None:
+    text = lowered(context, documents=documents, remat=remat)
+    calls = Counter(re.findall(r"@__cudnn\$(\w+)", text))
+    name = "fmhaScaleBiasSoftmax" if documents else "fmhaSoftmax"
+    assert calls == {name: context * (1 + again), f"{name}Backward": context}
+    assert "tensor<2x4x24x24x" not in text and "CustomSPMDPartitioning" not in text
+
+
+def test_this_jax_has_the_primitives() -> None:
+    assert why_no_cudnn_tiles() is None and TILES.keys() == {"xla", "cudnn"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("fused", None, "has no primitives of cuDNN's attention of the known names"),
+        ("ARGUMENTS", {"scale", "shape"}, "primitive of cuDNN's attention takes no shape"),
+    ],
+)
+def test_another_jax_falls_back_to_plain_tiles(
+    name: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always = ("mesh={data: 1, fsdp: 1, tensor: 1, context: 4}", "model={name: gpt, heads: 4, width: 64}")
+    config = load_config("configs/quickstart.yaml", [*always, "parallel.context=ring", "precision.policy=bf16"])
+    monkeypatch.setattr("jaxdist.build.cuda_capability", lambda config, mesh: "9.0")
+    given: Any = (config, precision_of(config.precision), abstract_mesh(context=4))
+    assert attention_of(*given) == ("cudnn", None)
+    monkeypatch.setattr(cudnn_tiles, name, value)
+    kernel, found = attention_of(*given)
+    assert kernel == "xla" and found is not None and why in found
