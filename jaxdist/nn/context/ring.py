@@ -3,8 +3,9 @@
 In round i a device has the keys and values of the device i places before it. Of the four pairs of its two chunks of
 queries with two chunks of keys, two are seen, wherever it stands: the second chunk of queries sees the first of the
 keys, and besides the first sees the first (keys of a device before this one) or the second sees the second (of one
-behind it). So a round is two unmasked tiles, side by side in the batch: the same work on every device, without
-conditions. Results are merged by log-sum-exp.
+behind it). So a round is two unmasked tiles: the same work on every device, without conditions. They are computed one
+after the other, so that in the backward pass keys travel beside one and gradients beside the other: XLA:GPU has one
+message under way at a time. Results are merged by log-sum-exp.
 
 The backward pass is written by hand. It sends keys and values round again, computes both tiles' gradients from the
 whole softmax's lse, and sends the sums of the gradients of k and v the same way. It keeps q, k, v, the result and lse
@@ -65,36 +66,32 @@ def _ring(
     return _forward(q, k, v, starts_BS, window, kernel)[0]
 
 
-def _halves(x: jax.Array) -> Halves:
-    """Both chunks of positions."""
-    first, second = jnp.split(x, 2, axis=1)
+def _halves(x: Any) -> tuple[Any, Any]:
+    """Both chunks of positions, c each, of a tree of arrays [B, 2 c, ...]."""
+    pairs = jax.tree.map(lambda leaf: jnp.split(leaf, 2, axis=1), x)
+    first, second = (jax.tree.map(lambda _, pair: pair[i], x, pairs) for i in range(2))  # noqa: B023
     return first, second
 
 
-def queries_of_round(before: jax.Array, x: Any) -> Any:
-    """The chunks of queries that see keys in this round, side by side in the batch: [2 B, c, ...]. before: whether the
-    keys are those of a device before this one."""
-
-    def one(x: jax.Array) -> jax.Array:
-        first, second = _halves(x)
-        return jnp.concatenate([second, jnp.where(before, first, second)])
-
-    return jax.tree.map(one, x)
+def queries_of_round(before: jax.Array, x: Any) -> tuple[Any, Any]:
+    """The chunks of queries of the two tiles of a round. before: whether its keys are those of a device before this
+    one."""
+    first, second = _halves(x)
+    return second, _chosen(before, first, second)
 
 
-def keys_of_round(before: jax.Array, x: Any) -> Any:
+def keys_of_round(before: jax.Array, x: Any) -> tuple[Any, Any]:
     """The chunks of keys that the queries of `queries_of_round` see, in the same order."""
-
-    def one(x: jax.Array) -> jax.Array:
-        first, second = _halves(x)
-        return jnp.concatenate([first, jnp.where(before, first, second)])
-
-    return jax.tree.map(one, x)
+    first, second = _halves(x)
+    return first, _chosen(before, first, second)
 
 
-def _back(before: jax.Array, x: jax.Array, *, queries: bool) -> jax.Array:
-    """Gradients of a round's chunks of queries, or of keys, [2 B, c, ...], at their places: [B, 2 c, ...]."""
-    sure, other = jnp.split(x, 2)
+def _chosen(before: jax.Array, first: Any, second: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(before, a, b), first, second)
+
+
+def _placed(before: jax.Array, sure: jax.Array, other: jax.Array, *, queries: bool) -> jax.Array:
+    """Gradients of the chunks of queries, or of keys, of both tiles of a round, at their places: [B, 2 c, ...]."""
     none = jnp.zeros_like(sure)
     own = [none, sure] if queries else [sure, none]
     return jnp.concatenate(own, 1) + jnp.concatenate(
@@ -102,10 +99,15 @@ def _back(before: jax.Array, x: jax.Array, *, queries: bool) -> jax.Array:
     )
 
 
-def _hop(group: Group, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both to the next device, in one message."""
-    both = group.permute(jnp.stack([k, v]), shift(group.n))
-    return both[0], both[1]
+def _not_before(value: jax.Array, x: jax.Array) -> jax.Array:
+    """x, which cannot be there before `value` is computed: XLA:GPU's scheduler sees no barriers."""
+    number = lax.index_in_dim(value.reshape(-1), 0, keepdims=False)
+    return jnp.where(number == number, x, jnp.full_like(x, jnp.nan))
+
+
+def _hop(group: Group, both: jax.Array) -> jax.Array:
+    """k and v, or their gradients, [2, B, s, n, K], to the next device."""
+    return group.permute(both, shift(group.n))
 
 
 class _Masks:
@@ -126,12 +128,14 @@ class _Masks:
         mine = self.tokens(self.group.rank)
         return TileMask(causal=True, unseen_BST=unseen(mine, mine, self.window) if self.special else None)
 
-    def of_round(self, i: int, before: jax.Array) -> TileMask:
-        """Of the tiles of round i."""
+    def of_round(self, i: int, before: jax.Array) -> tuple[TileMask, TileMask]:
+        """Of the two tiles of round i."""
         if not self.special:
-            return TileMask()
+            return TileMask(), TileMask()
         queries, keys = self.tokens(self.group.rank), self.tokens((self.group.rank - i) % self.group.n)
-        return TileMask(unseen_BST=unseen(queries_of_round(before, queries), keys_of_round(before, keys), self.window))
+        both = zip(queries_of_round(before, queries), keys_of_round(before, keys), strict=True)
+        first, second = (TileMask(unseen_BST=unseen(*each, self.window)) for each in both)
+        return first, second
 
 
 def _forward(
@@ -139,33 +143,32 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     group, tile = make_group("context"), TILES[kernel].forward
     masks = _Masks(q, starts_BS, window, group)
-    travel = _hop(group, k, v)
-    out, lse = tile(q, k, v, masks.own())
+    travel = _hop(group, jnp.stack([k, v]))
+    halves = _halves(tile(q, k, v, masks.own()))
     for i in range(1, group.n):
         # Left alone, XLA:GPU runs all hops first, and keeps all blocks.
-        travel, out, lse = lax.optimization_barrier((travel, out, lse))
-        keys, before = travel, group.rank >= i
+        travel, halves = lax.optimization_barrier((travel, halves))
+        (k_i, v_i), before = travel, group.rank >= i
         if i < group.n - 1:
-            travel = _hop(group, *travel)
-        k_i, v_i = keys_of_round(before, keys)
-        found = tile(queries_of_round(before, q), k_i, v_i, masks.of_round(i, before))
-        out, lse = _added(before, TileResult(out, lse), found)
+            travel = _hop(group, travel)
+        queries, keys = queries_of_round(before, q), keys_of_round(before, (k_i, v_i))
+        tiles = zip(queries, keys, masks.of_round(i, before), strict=True)
+        sure, other = (tile(q_t, k_t, v_t, mask) for q_t, (k_t, v_t), mask in tiles)
+        halves = _added(before, halves, sure, other)
+    out, lse = (jnp.concatenate(both, axis=1) for both in zip(*halves, strict=True))
     for name in ("attention.context", RING_RESULT):
         out, lse = (checkpoint_name(x, name) for x in (out.astype(q.dtype), lse))
     return out, (q, k, v, starts_BS, out, lse)
 
 
-def _added(before: jax.Array, so_far: TileResult, found: TileResult) -> TileResult:
-    """The result with the two tiles of a round merged into it."""
-    (out1, out2), (lse1, lse2) = _halves(so_far.out), _halves(so_far.lse)
-    (a, b), (lse_a, lse_b) = jnp.split(found.out, 2), jnp.split(found.lse, 2)
-    out2, lse2 = merged(TileResult(out2, lse2), TileResult(a, lse_a))
-    mine = TileResult(jnp.where(before, out1, out2), jnp.where(before, lse1, lse2))
-    out, lse = merged(mine, TileResult(b, lse_b))
-    put = lambda new, first, second: jnp.concatenate(  # noqa: E731
-        [jnp.where(before, new, first), jnp.where(before, second, new)], 1
-    )
-    return TileResult(put(out, out1, out2), put(lse, lse1, lse2))
+def _added(
+    before: jax.Array, halves: tuple[TileResult, TileResult], sure: TileResult, other: TileResult
+) -> tuple[TileResult, TileResult]:
+    """The results of both chunks of queries, with the two tiles of a round merged into them."""
+    nothing = jnp.full_like(other.lse, -jnp.inf)
+    in_first = other._replace(lse=jnp.where(before, other.lse, nothing))
+    in_second = other._replace(lse=jnp.where(before, nothing, other.lse))
+    return merged(halves[0], in_first), merged(merged(halves[1], sure), in_second)
 
 
 def _backward(
@@ -176,24 +179,24 @@ def _backward(
     masks = _Masks(q, starts_BS, window, group)
     # Else XLA would merge these hops with those of the forward pass, and keep what they bring.
     k, v, dout = lax.optimization_barrier((k, v, dout))
-    travel, whole = _hop(group, k, v), WholeResult(out, dout, lse)
+    travel, whole = _hop(group, jnp.stack([k, v])), WholeResult(out, dout, lse)
     dq, dk, dv = gradients(q, k, v, masks.own(), whole)
-    sums: tuple[jax.Array, jax.Array] | None = None
+    sums: jax.Array | None = None
     for i in range(1, group.n):
         travel, dq = lax.optimization_barrier((travel, dq))
-        keys, before = travel, group.rank >= i
+        (k_i, v_i), before = travel, group.rank >= i
         if i < group.n - 1:
-            travel = _hop(group, *travel)
-        q_i, whole_i = queries_of_round(before, (q, whole))
-        k_i, v_i = keys_of_round(before, keys)
-        dq_i, *own = gradients(q_i, k_i, v_i, masks.of_round(i, before), whole_i)
-        dq = dq + _back(before, dq_i, queries=True)
-        dk_i, dv_i = (_back(before, each, queries=False) for each in own)
+            travel = _hop(group, travel)
+        queries, keys = queries_of_round(before, (q, whole)), keys_of_round(before, (k_i, v_i))
+        tiles = zip(queries, keys, masks.of_round(i, before), strict=True)
+        sure, other = (gradients(q_t, k_t, v_t, mask, of_all) for (q_t, of_all), (k_t, v_t), mask in tiles)
+        dq_i, *own_i = (_placed(before, a, b, queries=not j) for j, (a, b) in enumerate(zip(sure, other, strict=True)))
+        dq, both_i = dq + dq_i, jnp.stack(own_i)
         # Sums start on the device after the one whose they are, and come home with the last hop: C - 1 hops, not C.
-        came = (jnp.zeros_like(dk_i), jnp.zeros_like(dv_i)) if sums is None else _hop(group, *sums)
-        sums = dk_i + came[0], dv_i + came[1]
+        # They are sent beside the second tile. Else keys would travel beside both, and sums beside none.
+        sums = both_i if sums is None else both_i + _hop(group, _not_before(sure[0], sums))
     assert sums is not None, "the ring has one device"
-    home = _hop(group, *sums)
+    home = _hop(group, sums)
     return dq.astype(q.dtype), (dk + home[0]).astype(k.dtype), (dv + home[1]).astype(v.dtype), None
 
 

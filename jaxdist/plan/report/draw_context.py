@@ -29,7 +29,7 @@ def rounds_of_tiles(devices: int) -> dict[tuple[int, int], tuple[int, int]]:
             before = jnp.asarray(device >= i)
             queries = queries_of_round(before, jnp.asarray([own]))
             keys = keys_of_round(before, jnp.asarray([chunks_of((device - i) % devices, devices)]))
-            found |= {(int(q), int(k)): (device, i) for q, k in zip(queries[:, 0], keys[:, 0], strict=True)}
+            found |= {(int(q.item()), int(k.item())): (device, i) for q, k in zip(queries, keys, strict=True)}
     return found
 
 
