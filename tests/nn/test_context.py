@@ -139,23 +139,36 @@ def test_a_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert oracle.error(run(case, "fp64", 1).grads[0], want) > 1e-3
 
 
-def grads_with_dropout(context: int, form: str | None, **mesh: int) -> Any:
+def grads_with_dropout(context: int, form: str | None, documents: bool = False, **mesh: int) -> Any:
     config = dataclasses.replace(model_config(LLAMA), dropout=0.3)
     mesh_of, tx = make_mesh(context=context, **mesh), optax.sgd(0.0)
     model = gpt(config, max_length=SEQ, param_dtype=jnp.float64, context=form)
     state = place_params(initial(config, "fp64"), tx, state_target(model, tx, mesh_of))
     step = make_train_step(model, tx, mesh_of, precision="fp64", return_grads=True)
-    return jax.device_get(step(state, make_batch(8, 0))[1]["grads"])
+    return jax.device_get(step(state, make_batch(8, 0, documents=documents))[1]["grads"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "tensor"), [("all_to_all", 2), pytest.param("gather", 1, marks=pytest.mark.slow)])
-def test_dropout_is_that_of_one_device(form: str, tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("form", "context", "tensor", "documents"),
+    [
+        ("ring", 4, 2, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("all_to_all", 2, 2, False), ("gather", 2, 1, False))
+        ),
+        pytest.param("ring", 8, 1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_is_that_of_one_device(
+    form: str, context: int, tensor: int, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with jax.enable_x64(True):
-        want, given = grads_with_dropout(1, None), {"context": 2, "form": form, "tensor": tensor}
+        given = {"context": context, "form": form, "tensor": tensor, "documents": documents}
+        want = grads_with_dropout(1, None, documents)
         assert oracle.error(grads_with_dropout(**given), want) < 1e-10
-        first_half = lambda x, *, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // 2, axis=dim)  # noqa: E731
-        monkeypatch.setattr(sys.modules["jaxdist.nn.dropout"], "own_context", first_half)
+        first = lambda x, *, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // context, axis=dim)  # noqa: E731
+        monkeypatch.setattr(sys.modules["jaxdist.nn.dropout"], "own_context", first)
+        monkeypatch.setattr(ring, "own_numbers", local_numbers)
         assert oracle.error(grads_with_dropout(**given), want) > 1e-3  # by local position
 
 
@@ -229,7 +242,7 @@ def test_a_ring_keeps_its_part_of_what_there_is() -> None:
     assert numbers == {context: pytest.approx(whole / context, rel=0.01) for context in numbers}
 
     def by_autodiff(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return ring._forward(*to_varying((q, k, v), ("context",)), None, None, "xla")[0]
+        return ring._forward(*to_varying((q, k, v), ("context",)), None, None, ring._Ring(None, "xla", 0.0, 0))[0]
 
     assert kept(8, by_autodiff) > 10 * numbers[8]
 
@@ -277,7 +290,6 @@ REFUSED = {
         "24 is not divisible by 16",
     ),
     "heads": (("parallel.context=all_to_all", "mesh.context=8"), "model.kv_heads 4"),
-    "dropout in a ring": (("parallel.context=ring", "model.dropout=0.1"), "'ring' drops nothing"),
     "local SGD": (("parallel.local.every=2", "train.eval_every=2"), "parallel.local.every: 2 does not go with"),
     "another model": (("model.name=bert",), "no attention of model bert is split over this axis"),
     "deterministic": (("parallel.grad_sync.deterministic=true",), "mesh.context: 4 is given"),
@@ -300,7 +312,7 @@ def test_auto_takes_the_form_that_fits() -> None:
     assert form() == "all_to_all"
     assert form("mesh.context=8") == "ring"
     assert form("mesh.tensor=2") == "ring"
-    assert form("mesh.context=8", "model.dropout=0.1") == "gather"
+    assert form("mesh.context=8", "model.dropout=0.1") == "ring"
     assert form("mesh.context=1") is None
 
 
@@ -315,7 +327,6 @@ def test_a_model_that_was_not_built_for_it_is_refused() -> None:
     [
         ({"context": "rings"}, "context: 'rings' is none; allowed: all_to_all, gather, ring"),
         ({"context": "gather", "causal": False}, "context: 'gather' is for causal attention"),
-        ({"context": "ring", "dropout": 0.1}, "context: 'ring' drops nothing, and dropout is 0.1"),
     ],
 )
 def test_a_layer_says_what_it_cannot(given: dict[str, Any], text: str) -> None:

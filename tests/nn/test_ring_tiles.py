@@ -21,6 +21,7 @@ from jaxdist.nn.context import cudnn_tiles
 from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES, UNSEEN, why_no_cudnn_tiles
 from jaxdist.nn.context.ring import TILES, ring_attention
 from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, WholeResult, merged
+from jaxdist.nn.dropout import dropout_heads, kept_pairs, places_of
 from jaxdist.precision.policy import precision_of
 from jaxdist.step import make_train_step
 
@@ -175,3 +176,27 @@ def test_another_jax_falls_back_to_plain_tiles(
     monkeypatch.setattr(cudnn_tiles, name, value)
     kernel, found = attention_of(*given)
     assert kernel == "xla" and found is not None and why in found
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_dropout_of_some_pairs_is_that_of_all(wide: bool) -> None:
+    rows, columns, rate = jnp.array([0, 3, 9]), jnp.array([2, 11, 5, 6]), 0.4
+    keys, weights = jax.random.split(jax.random.key(3), 2), jnp.ones((2, 5, 10, 12))
+
+    def both(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        given: Any = {"site": 1, "rate": rate}
+        return dropout_heads(weights, keys, **given), kept_pairs(keys, rows, columns, length=12, heads=5, **given)
+
+    with jax.enable_x64(wide):
+        region = jax.shard_map(both, mesh=make_mesh(tensor=1), in_specs=jax.P(), out_specs=jax.P())
+        whole, some = jax.jit(region)(keys)
+    assert some.dtype == bool and 0 < some.sum() < some.size
+    np.testing.assert_array_equal(some, whole[:, :, rows][..., columns] > 0)
+
+
+@pytest.mark.parametrize("length", [1 << 20, 999_983])  # in the second, adding low parts overflows
+def test_places_have_64_bits(length: int) -> None:
+    rows, columns = [0, 1, 1023, 4095, 4096, 777_777, length - 1], [0, 1, 999_982, length - 1]
+    high, low = places_of(jnp.array(rows), jnp.array(columns), length)
+    found = (np.asarray(high, np.uint64) << np.uint64(32)) + np.asarray(low, np.uint64)
+    assert found.tolist() == [[row * length + column for column in columns] for row in rows]

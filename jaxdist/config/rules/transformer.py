@@ -119,16 +119,13 @@ def check_sequence(config: Any, tensor: int) -> None:
 def context_form(config: Any, model: Any, sizes: Mapping[str, int]) -> str | None:
     """How attention goes over the mesh axis `context`, as `parallel.context` says; None where the axis is off.
 
-    auto: all_to_all, which sends least, where its devices can share the key/value heads. Else ring; or gather where
-    attention drops out, which the ring does not.
+    auto: all_to_all, which sends least, where its devices can share the key/value heads. Else ring.
     """
     if sizes["context"] == 1:
         return None
     if (asked := config.parallel.context) != "auto":
         return str(asked)
-    if shares_heads(model, sizes):
-        return "all_to_all"
-    return "gather" if model.dropout else "ring"
+    return "all_to_all" if shares_heads(model, sizes) else "ring"
 
 
 def shares_heads(model: Any, sizes: Mapping[str, int]) -> bool:
@@ -154,11 +151,6 @@ def check_context(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
             f"parallel.context: 'all_to_all' shares model.kv_heads {heads} among mesh.tensor {tensor} x mesh.context"
             f" {count} devices, which do not divide them; allowed: ring, gather; or context sizes that work:"
             f" {near(divisors(heads // tensor), count)}"
-        )
-    if form == "ring" and model.dropout:
-        raise UserError(
-            f"parallel.context: 'ring' drops nothing inside attention, and model.dropout is {model.dropout:g}; allowed:"
-            " all_to_all, gather; or model.dropout=0"
         )
     local, distill = config.parallel.local, config.distill
     for key, value, on in (

@@ -92,7 +92,13 @@ def _attend_over_context(
         )
     if layer.context == RING:
         starts_BS = None if seen is None else seen.starts_BS
-        return _projected(layer, ring_attention(q, k, v, starts_BS, window=layer.window, kernel=layer.kernel))
+        given: Any = {
+            "window": layer.window,
+            "kernel": layer.kernel,
+            "dropout": layer.dropout,
+            "site": SITE_PROBABILITIES,
+        }
+        return _projected(layer, ring_attention(q, k, v, starts_BS, keys_B, **given))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, split: ContextSplit, positions: Any = None) -> jax.Array:
         documents = seen
@@ -114,8 +120,8 @@ class Attention(nnx.Module):
     kernel: "xla", or "cudnn", which has no dropout.
     causal: whether a position sees only those up to its own.
     window: of causal attention, how many of these a position sees. None: all.
-    context: of causal attention, how it goes over the mesh axis `context`: "all_to_all", "gather" or "ring", which has
-        no dropout (`jaxdist.nn.context.forms`). None: the axis must be off.
+    context: of causal attention, how it goes over the mesh axis `context`: "all_to_all", "gather" or "ring"
+        (`jaxdist.nn.context.forms`). None: the axis must be off.
     head_width: the width of a head; width / heads, if left out.
     qkv_bias: whether queries, keys and values have a bias; as `bias`, if left out.
     qk_norm_eps: epsilon of a norm of each query and of each key over its head, before the rotation, with one scale for
@@ -146,7 +152,7 @@ class Attention(nnx.Module):
         **matmul: Unpack[MatmulOptions],
     ) -> None:
         assert causal or window is None, "a window of positions on both sides is not there"
-        check_context_form(context, causal=causal, dropout=dropout)
+        check_context_form(context, causal=causal)
         self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
         head_width, qkv_bias = head_width or width // heads, bias if qkv_bias is None else qkv_bias
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=qkv_bias, head_width=head_width, **matmul)

@@ -43,6 +43,7 @@ def _parameters() -> tuple[str, ...]:
 
 def _bind(name: str, mask: TileMask, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, **given: Any) -> Any:
     """A primitive of q [B, S, heads, K], k and v [B, T, n, K]. rest: its further arrays."""
+    assert mask.kept_BhST is None, "cuDNN's kernel has no dropout by sample"
     none = jnp.zeros(0, q.dtype)  # a bias, lengths, offsets, pages: what is not there is empty
     bias = none if mask.unseen_BST is None else jnp.where(mask.unseen_BST[:, None], UNSEEN[q.dtype.name], 0)
     arrays = to_varying((q, k, v, bias.astype(q.dtype), *[none] * 6, *rest), varying_axes(q))

@@ -64,7 +64,7 @@ OVER_CONTEXT: dict[str, Callable[[Attend, jax.Array, jax.Array, jax.Array], jax.
 RING = "ring"  # which has a kernel of its own
 
 
-def check_context_form(form: str | None, *, causal: bool, dropout: float) -> None:
+def check_context_form(form: str | None, *, causal: bool) -> None:
     """Raise `UserError` for a form that is none, or that the attention of a layer cannot have."""
     if form is None:
         return
@@ -72,7 +72,3 @@ def check_context_form(form: str | None, *, causal: bool, dropout: float) -> Non
         raise UserError(f"context: {form!r} is none; allowed: {', '.join((*OVER_CONTEXT, RING))}, or None")
     if not causal:
         raise UserError(f"context: {form!r} is for causal attention; allowed with causal=False: None")
-    if form == RING and dropout:
-        raise UserError(
-            f"context: 'ring' drops nothing, and dropout is {dropout:g}; allowed: {', '.join(OVER_CONTEXT)}; or 0"
-        )

@@ -19,7 +19,7 @@ query heads of each, K head width, C devices of `context`.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,19 @@ from jaxdist.collectives.group import Group, shift
 from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES
 from jaxdist.nn.context.positions import own_context, own_numbers
 from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, Tokens, WholeResult, merged, unseen
+from jaxdist.nn.dropout import kept_pairs
 
 TILES: dict[str, TileKernel] = {"xla": XLA_TILES, "cudnn": CUDNN_TILES}
 RING_RESULT = "attention.ring"  # the name of the result and of its lse, which `memory.remat: dots` keeps
-Halves = tuple[jax.Array, jax.Array]
+
+
+class _Ring(NamedTuple):
+    """What is known of a ring before it runs. Arguments of `ring_attention`."""
+
+    window: int | None
+    kernel: str
+    dropout: float
+    site: int
 
 
 def ring_attention(
@@ -42,9 +51,12 @@ def ring_attention(
     k: jax.Array,
     v: jax.Array,
     starts_BS: jax.Array | None = None,
+    keys_B: jax.Array | None = None,
     *,
     window: int | None = None,
     kernel: str = "xla",
+    dropout: float = 0.0,
+    site: int = 0,
 ) -> jax.Array:
     """Causal attention of this device's queries [B, s, n, G, K] over all keys and values, [B, s, n, K] here.
 
@@ -52,18 +64,21 @@ def ring_attention(
     not run the ring of the forward pass again.
 
     starts_BS: the position at which each token's document starts, of the whole sequence [B, S]; None: a row is one.
+    keys_B: of dropout, one for each sample; None: there is none.
     window: of the positions up to its own, how many a query sees, the last ones. None: all.
-    kernel: of the tiles, a key of `TILES`.
+    kernel: of the tiles, a key of `TILES`. cudnn has no dropout.
+    dropout, site: see `jaxdist.nn.dropout`.
     """
     axes = varying_axes(q) | varying_axes(k) | varying_axes(v) | {"context"}
-    return _ring(*to_varying((q, k, v), axes), starts_BS, window, kernel)
+    static = _Ring(window, kernel, dropout if keys_B is not None else 0.0, site)
+    return _ring(*to_varying((q, k, v), axes), starts_BS, keys_B, static)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _ring(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, window: int | None, kernel: str
+    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, static: _Ring
 ) -> jax.Array:
-    return _forward(q, k, v, starts_BS, window, kernel)[0]
+    return _forward(q, k, v, starts_BS, keys_B, static)[0]
 
 
 def _halves(x: Any) -> tuple[Any, Any]:
@@ -111,12 +126,14 @@ def _hop(group: Group, both: jax.Array) -> jax.Array:
 
 
 class _Masks:
-    """The masks of a device's tiles. Without documents and a window, only its own tile has one."""
+    """The masks of a device's tiles. Without documents, window and dropout, only its own tile has one."""
 
-    def __init__(self, q: jax.Array, starts_BS: jax.Array | None, window: int | None, group: Group) -> None:
-        self.starts_BS, self.window, self.group = starts_BS, window, group
-        self.shape = q.shape[:2]
-        self.special = starts_BS is not None or window is not None
+    def __init__(
+        self, q: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, static: _Ring, group: Group
+    ) -> None:
+        self.starts_BS, self.keys_B, self.static, self.group = starts_BS, keys_B, static, group
+        self.shape, self.heads = q.shape[:2], q.shape[2] * q.shape[3]
+        self.apart = starts_BS is not None or static.window is not None
 
     def tokens(self, device: jax.Array | int) -> Tokens:
         """What masks need of the tokens of a device."""
@@ -126,23 +143,30 @@ class _Masks:
     def own(self) -> TileMask:
         """Of this device's queries over its own keys. The second chunk is behind the first in the sequence, too."""
         mine = self.tokens(self.group.rank)
-        return TileMask(causal=True, unseen_BST=unseen(mine, mine, self.window) if self.special else None)
+        return self._mask(mine, mine)._replace(causal=True)
 
     def of_round(self, i: int, before: jax.Array) -> tuple[TileMask, TileMask]:
         """Of the two tiles of round i."""
-        if not self.special:
-            return TileMask(), TileMask()
         queries, keys = self.tokens(self.group.rank), self.tokens((self.group.rank - i) % self.group.n)
         both = zip(queries_of_round(before, queries), keys_of_round(before, keys), strict=True)
-        first, second = (TileMask(unseen_BST=unseen(*each, self.window)) for each in both)
-        return first, second
+        sure, other = (self._mask(*each) for each in both)
+        return sure, other
+
+    def _mask(self, queries: Tokens, keys: Tokens) -> TileMask:
+        rate, kept = self.static.dropout, None
+        if self.keys_B is not None and rate:
+            drawn: Any = {"site": self.static.site, "rate": rate, "heads": self.heads}
+            length = self.shape[1] * self.group.n
+            kept = kept_pairs(self.keys_B, queries.numbers_BS[0], keys.numbers_BS[0], length=length, **drawn)
+        hidden = unseen(queries, keys, self.static.window) if self.apart else None
+        return TileMask(unseen_BST=hidden, kept_BhST=kept, dropout=rate)
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, window: int | None, kernel: str
+    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, static: _Ring
 ) -> tuple[jax.Array, Any]:
-    group, tile = make_group("context"), TILES[kernel].forward
-    masks = _Masks(q, starts_BS, window, group)
+    group, tile = make_group("context"), TILES[static.kernel].forward
+    masks = _Masks(q, starts_BS, keys_B, static, group)
     travel = _hop(group, jnp.stack([k, v]))
     halves = _halves(tile(q, k, v, masks.own()))
     for i in range(1, group.n):
@@ -158,7 +182,7 @@ def _forward(
     out, lse = (jnp.concatenate(both, axis=1) for both in zip(*halves, strict=True))
     for name in ("attention.context", RING_RESULT):
         out, lse = (checkpoint_name(x, name) for x in (out.astype(q.dtype), lse))
-    return out, (q, k, v, starts_BS, out, lse)
+    return out, (q, k, v, starts_BS, keys_B, out, lse)
 
 
 def _added(
@@ -171,12 +195,10 @@ def _added(
     return merged(halves[0], in_first), merged(merged(halves[1], sure), in_second)
 
 
-def _backward(
-    window: int | None, kernel: str, saved: Any, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, starts_BS, out, lse = saved
-    group, gradients = make_group("context"), TILES[kernel].backward
-    masks = _Masks(q, starts_BS, window, group)
+def _backward(static: _Ring, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    q, k, v, starts_BS, keys_B, out, lse = saved
+    group, gradients = make_group("context"), TILES[static.kernel].backward
+    masks = _Masks(q, starts_BS, keys_B, static, group)
     # Else XLA would merge these hops with those of the forward pass, and keep what they bring.
     k, v, dout = lax.optimization_barrier((k, v, dout))
     travel, whole = _hop(group, jnp.stack([k, v])), WholeResult(out, dout, lse)
@@ -197,7 +219,7 @@ def _backward(
         sums = both_i if sums is None else both_i + _hop(group, _not_before(sure[0], sums))
     assert sums is not None, "the ring has one device"
     home = _hop(group, sums)
-    return dq.astype(q.dtype), (dk + home[0]).astype(k.dtype), (dv + home[1]).astype(v.dtype), None
+    return dq.astype(q.dtype), (dk + home[0]).astype(k.dtype), (dv + home[1]).astype(v.dtype), None, None
 
 
 _ring.defvjp(_forward, _backward)

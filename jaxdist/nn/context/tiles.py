@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxdist.nn.dropout import drop
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 
@@ -29,14 +30,18 @@ class Tokens(NamedTuple):
 
 
 class TileMask(NamedTuple):
-    """Which keys of a tile its queries see. The default: all.
+    """Which keys of a tile its queries see, and what dropout makes of the weights. The default: all, and nothing.
 
     causal: whether query i sees the keys 0 to i only.
     unseen_BST: whether a query does not see a key; None: it sees all that causality lets it see.
+    kept_BhST: whether dropout keeps a weight, for each of the h = n G heads; None: all are kept.
+    dropout: its rate.
     """
 
     causal: bool = False
     unseen_BST: jax.Array | None = None
+    kept_BhST: jax.Array | None = None
+    dropout: float = 0.0
 
 
 class TileResult(NamedTuple):
@@ -90,10 +95,16 @@ def _scores(q: jax.Array, k: jax.Array, mask: TileMask) -> jax.Array:
     return scores + jnp.where(hidden, jnp.finfo(scores.dtype).min, jnp.zeros((), scores.dtype))[:, None, None]
 
 
+def _dropped(x_BnGST: jax.Array, mask: TileMask) -> jax.Array:
+    if mask.kept_BhST is None:
+        return x_BnGST
+    return drop(x_BnGST, mask.kept_BhST.reshape(x_BnGST.shape), mask.dropout)
+
+
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> TileResult:
     scores = _scores(q, k, mask)
     lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.exp(scores - lse[..., None])
+    weights = _dropped(jnp.exp(scores - lse[..., None]), mask)
     return TileResult(einsum_fp32("BnGST,BTnK->BSnGK", weights.astype(v.dtype), v), lse.transpose(0, 3, 1, 2))
 
 
@@ -104,8 +115,9 @@ def _backward(
     delta = (whole.out.astype(wide) * whole.dout.astype(wide)).sum(-1)
     dout = whole.dout.astype(q.dtype)
     weights = jnp.exp(_scores(q, k, mask) - whole.lse.transpose(by_scores)[..., None])
-    dv = einsum_fp32("BnGST,BSnGK->BTnK", weights.astype(q.dtype), dout)
-    dscores = weights * (einsum_fp32("BSnGK,BTnK->BnGST", dout, v) - delta.transpose(by_scores)[..., None])
+    dv = einsum_fp32("BnGST,BSnGK->BTnK", _dropped(weights, mask).astype(q.dtype), dout)
+    dweights = _dropped(einsum_fp32("BSnGK,BTnK->BnGST", dout, v), mask)
+    dscores = weights * (dweights - delta.transpose(by_scores)[..., None])
     dscores = (dscores * q.shape[-1] ** -0.5).astype(q.dtype)
     return einsum_fp32("BnGST,BTnK->BSnGK", dscores, k), einsum_fp32("BnGST,BSnGK->BTnK", dscores, q), dv
 
