@@ -181,7 +181,7 @@ class ParallelConfig:
     context: str = setting(
         "auto",
         "how attention goes over the mesh axis context; auto: all_to_all where it divides the key/value heads, else"
-        " ring, or gather with dropout: docs/long_context.md",
+        " ring: docs/long_context.md",
         choices=("auto", *CONTEXT_FORMS),
     )
     pipeline_cond: bool = setting(True, "false: stages compute and discard what is not their work; the same gradients")

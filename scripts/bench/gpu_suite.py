@@ -9,6 +9,7 @@ facts        the device, versions of packages
 runs         the shipped configurations train, resume, generate and verify their checkpoints
 agree        losses and gradient norms of three steps: GPU and CPU in fp32, attention, rematerialisation, float8
 kernels      cuDNN's attention beside plain attention in fp32: outputs and gradients
+tiles        the same of tiles of a ring, merged
 same_bits    parallel.grad_sync.deterministic: parameters of several layouts
 rates        matrix products by size, memory, elementwise work, attention
 steps        `jaxdist bench` of GPT-2 355 M: rematerialisation, unrolled blocks, chunks of the loss

@@ -19,9 +19,10 @@ from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn.context import cudnn_tiles
 from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES, UNSEEN, why_no_cudnn_tiles
+from jaxdist.nn.context.dropout_masks import kept_pairs, places_of
 from jaxdist.nn.context.ring import TILES, ring_attention
 from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, WholeResult, merged
-from jaxdist.nn.dropout import dropout_heads, kept_pairs, places_of
+from jaxdist.nn.dropout import dropout_heads
 from jaxdist.precision.policy import precision_of
 from jaxdist.step import make_train_step
 

@@ -2,8 +2,8 @@
 
 They are called by JAX's own primitives, since no public function does it: `jax.nn.dot_product_attention` gives the lse,
 but its gradient is that of a tile alone, without the gradient by way of the lse (jax issue 32484: a merged result has
-wrong gradients of q and k). This is the only file that imports from `jax._src`. `why_no_cudnn_tiles` says whether the
-installed jax has the primitives as they are called here: 0.10 to 0.12 do.
+wrong gradients of q and k). This is the only file of layers that imports from `jax._src`. `why_no_cudnn_tiles` says
+whether the installed jax has the primitives as they are called here: 0.10 to 0.12 do.
 
 Legend: B batch, S queries, T keys, n key/value heads, G query heads of each, K head width.
 """

@@ -28,13 +28,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import make_group, to_varying, varying_axes
 from jaxdist.collectives.group import Group, shift
+from jaxdist.config.rules.remat import RING_RESULT
 from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES
+from jaxdist.nn.context.dropout_masks import kept_pairs
 from jaxdist.nn.context.positions import own_context, own_numbers
 from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, Tokens, WholeResult, merged, unseen
-from jaxdist.nn.dropout import kept_pairs
 
 TILES: dict[str, TileKernel] = {"xla": XLA_TILES, "cudnn": CUDNN_TILES}
-RING_RESULT = "attention.ring"  # the name of the result and of its lse, which `memory.remat: dots` keeps
 
 
 class _Ring(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.nn.dropout import drop
+from jaxdist.nn.context.dropout_masks import drop
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.policy import accumulation_dtype
 

@@ -8,9 +8,8 @@ import jax
 from jax import lax
 
 from jaxdist.collectives import active_axes
-from jaxdist.config.rules.remat import Remat
+from jaxdist.config.rules.remat import RING_RESULT, Remat
 from jaxdist.mesh import BATCH_LIKE, HOST, AnyMesh, on_cpu
-from jaxdist.nn.context.ring import RING_RESULT
 from jaxdist.specs import SHARD_AXES, PyTree
 
 BLOCK_INPUT = "block.input"  # the name of the values that "offload" moves to the host

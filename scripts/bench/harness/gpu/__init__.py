@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from harness.gpu.agreement import agree, kernels, same_bits
+from harness.gpu.agreement import agree, kernels, same_bits, tiles
 from harness.gpu.rates import rates
 from harness.gpu.runs import facts, larger, profile, race, runs, steps
 
 PARTS: dict[str, Callable[[bool], Iterator[Any]]] = {
-    part.__name__: part for part in (facts, runs, agree, kernels, same_bits, rates, steps, larger, race, profile)
+    part.__name__: part for part in (facts, runs, agree, kernels, tiles, same_bits, rates, steps, larger, race, profile)
 }

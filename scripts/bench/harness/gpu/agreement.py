@@ -174,3 +174,40 @@ def kernels(tiny: bool) -> Iterator[dict[str, Any]]:
             for label, kernel in tried.items()
         }
         yield out
+
+
+def tiles(tiny: bool) -> Iterator[dict[str, Any]]:
+    """||x - y|| / ||y|| of two merged tiles of a ring and of the gradients by way of the first; y: plain ones, fp32."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES
+    from jaxdist.nn.context.tiles import XLA_TILES, TileMask, WholeResult, merged
+
+    rows, length, heads, group, width = 2, 64 if tiny else 1024, 2, 4, 128
+    q, dout = (jax.random.normal(jax.random.key(i), (rows, length, heads, group, width)) for i in (0, 1))
+    k, v = jax.random.normal(jax.random.key(2), (2, rows, length, heads, width))
+    others = jax.random.normal(jax.random.key(3), (2, rows, length, heads, width))
+    hidden = jax.random.bernoulli(jax.random.key(4), 0.3, (rows, length, length)).at[:, : length // 2].set(True)
+    tried = {"plain, bf16": (XLA_TILES, jnp.bfloat16)}
+    if jax.default_backend() == "gpu":
+        tried |= {"cuDNN, bf16": (CUDNN_TILES, jnp.bfloat16), "cuDNN, fp16": (CUDNN_TILES, jnp.float16)}
+    out: dict[str, Any] = {}
+    masks = {"all": TileMask(), "causal": TileMask(causal=True), "hidden": TileMask(unseen_BST=hidden)}
+    for name, mask in masks.items():
+
+        def computed(kernel: Any, dtype: Any, mask: TileMask = mask) -> list[Any]:
+            own, (k_o, v_o) = [x.astype(dtype) for x in (q, k, v)], others.astype(dtype)
+            whole = merged(kernel.forward(*own, mask), kernel.forward(own[0], k_o, v_o, TileMask()))
+            gradients = kernel.backward(*own, mask, WholeResult(whole.out.astype(dtype), dout.astype(dtype), whole.lse))
+            return [np.asarray(x, np.float64) for x in (*whole, *gradients)]
+
+        with jax.default_matmul_precision("highest"):
+            wanted = computed(XLA_TILES, jnp.float32)
+        norm = np.linalg.norm
+        out[name] = {
+            label: [float(norm(x - y) / norm(y)) for x, y in zip(computed(*kernel), wanted, strict=True)]
+            for label, kernel in tried.items()
+        }
+        yield out
