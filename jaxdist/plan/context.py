@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.build import form_of, resolved_model
+from jaxdist.config.rules.remat import keeps_ring
 from jaxdist.config.rules.transformer import CONTEXT_FORMS, shares_heads
 from jaxdist.config.schema import Config
 from jaxdist.precision.policy import accumulation_dtype, precision_of
@@ -35,7 +36,6 @@ def traffic(
     - widened: by how much gradients are wider than keys; 2 in bf16, whose sums the ring sends in fp32.
     """
     others, kept = devices - 1, not isinstance(remat, str) and "attention.context" in remat
-    kept = kept or (form == "ring" and remat == "dots")
     if form == "all_to_all":  # queries, keys and values there, the result back
         there = (queries + keys) * others / devices
         once = backward = there + queries * others / devices
@@ -44,6 +44,7 @@ def traffic(
         once = backward = kept_again = keys * others
     else:
         once, backward, kept_again = keys * others, (1 + widened) * keys * others, 0.0
+        kept = keeps_ring(remat)
     again = 0.0 if remat == "none" else kept_again if kept else once
     return Traffic(once, backward, again)
 

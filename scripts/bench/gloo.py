@@ -42,7 +42,7 @@ class Job:
         self.name, self.seconds, self.first = name, list[float](), 0.0
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, str(RANK), name, size, *map(str, (rank, processes, port))],
+                [sys.executable, str(RANK), name, size, str(rank), str(processes), f"127.0.0.1:{port}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

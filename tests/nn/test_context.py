@@ -42,6 +42,7 @@ from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import Attention, model_def, normal, own_context
 from jaxdist.nn.context import ring, tiles
+from jaxdist.nn.context.dropout_masks import kept_pairs
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.plan.context import context_text, traffic
@@ -56,6 +57,7 @@ from jaxdist.trainer.evaluation import make_eval_step
 
 ROOT = Path(__file__).parents[2]
 FORMS = ("all_to_all", "gather", "ring")
+REMATS: Any = ("none", "full", "dots", ("attention.context",))
 
 
 def case(form: str, context: int, i: int, **given: Any) -> Case:
@@ -63,7 +65,7 @@ def case(form: str, context: int, i: int, **given: Any) -> Case:
     tensor = 2 if context < 8 and i % 2 else 1
     fsdp = 2 if context * tensor < 8 and i % 3 else 1
     style = ("llama", "gpt2")[i % 2]
-    usual = {"documents": bool(i % 5 % 2), "remat": ("none", "full", ("attention.context",))[i % 3]}
+    usual = {"documents": bool(i % 5 % 2), "remat": REMATS[(i + i // 4) % 4]}
     strategy = STRATEGIES[i % len(STRATEGIES)]
     return Case(
         style, style == "gpt2", strategy, 1 + i % 2, (1, fsdp, tensor), context=context, form=form, **{**usual, **given}
@@ -116,7 +118,7 @@ MUTANTS = {
     "no masks of documents in the rounds": (
         LLAMA,
         "jaxdist.nn.context.ring._Masks.of_round",
-        lambda self, i, before: tiles.TileMask(),
+        lambda self, i, before: (tiles.TileMask(), tiles.TileMask()),
     ),
     "gather without its positions": (
         LLAMA._replace(form="gather"),
@@ -139,12 +141,18 @@ def test_a_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert oracle.error(run(case, "fp64", 1).grads[0], want) > 1e-3
 
 
+def kept_of_local(keys: jax.Array, rows: jax.Array, columns: jax.Array, **given: Any) -> jax.Array:
+    return kept_pairs(keys, rows - rows[0], columns - columns[0], **given)
+
+
 def grads_with_dropout(context: int, form: str | None, documents: bool = False, **mesh: int) -> Any:
     config = dataclasses.replace(model_config(LLAMA), dropout=0.3)
     mesh_of, tx = make_mesh(context=context, **mesh), optax.sgd(0.0)
     model = gpt(config, max_length=SEQ, param_dtype=jnp.float64, context=form)
-    state = place_params(initial(config, "fp64"), tx, state_target(model, tx, mesh_of))
-    step = make_train_step(model, tx, mesh_of, precision="fp64", return_grads=True)
+    options: Any = {"strategy": "zero3", "remat": "full", "microbatches": 2} if form == "ring" else {}
+    target = state_target(model, tx, mesh_of, strategy=options.get("strategy", "ddp"))
+    state = place_params(initial(config, "fp64"), tx, target)
+    step = make_train_step(model, tx, mesh_of, precision="fp64", return_grads=True, **options)
     return jax.device_get(step(state, make_batch(8, 0, documents=documents))[1]["grads"])
 
 
@@ -166,14 +174,15 @@ def test_dropout_is_that_of_one_device(
         given = {"context": context, "form": form, "tensor": tensor, "documents": documents}
         want = grads_with_dropout(1, None, documents)
         assert oracle.error(grads_with_dropout(**given), want) < 1e-10
-        first = lambda x, *, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // context, axis=dim)  # noqa: E731
-        monkeypatch.setattr(sys.modules["jaxdist.nn.dropout"], "own_context", first)
-        monkeypatch.setattr(ring, "own_numbers", local_numbers)
+        if form == "ring":
+            monkeypatch.setattr(ring, "kept_pairs", kept_of_local)
+        else:
+            first = lambda x, *, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // context, axis=dim)  # noqa: E731
+            monkeypatch.setattr(sys.modules["jaxdist.nn.dropout"], "own_context", first)
         assert oracle.error(grads_with_dropout(**given), want) > 1e-3  # by local position
 
 
 ROWS, BLOCKS, HEADS, KV_HEADS, WIDTH = 2, 2, 16, 8, 32
-REMATS = ("none", "full", "dots", ("attention.context",), ("attention.out",))
 
 
 def small(context: int, form: str | None, *, tensor: int = 1, **model: Any) -> tuple[Any, Any]:
@@ -197,7 +206,9 @@ def batch_shapes() -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize(
-    ("context", "form", "remat"), levels(itertools.product((4, 2, 8), FORMS, REMATS), everyday=7), ids=str
+    ("context", "form", "remat"),
+    levels(itertools.product((4, 2, 8), FORMS, (*REMATS, ("attention.out",))), everyday=7),
+    ids=str,
 )
 def test_the_ledger_has_what_the_closed_form_says(context: int, form: str, remat: Any) -> None:
     (model, mesh), tx = small(context, form), optax.sgd(0.1)
@@ -242,7 +253,7 @@ def test_a_ring_keeps_its_part_of_what_there_is() -> None:
     assert numbers == {context: pytest.approx(whole / context, rel=0.01) for context in numbers}
 
     def by_autodiff(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return ring._forward(*to_varying((q, k, v), ("context",)), None, None, ring._Ring(None, "xla", 0.0, 0))[0]
+        return ring._forward(*to_varying((q, k, v), ("context",)), None, None, ring.RingOptions(None, "xla", 0.0, 0))[0]
 
     assert kept(8, by_autodiff) > 10 * numbers[8]
 
@@ -327,6 +338,8 @@ def test_a_model_that_was_not_built_for_it_is_refused() -> None:
     [
         ({"context": "rings"}, "context: 'rings' is none; allowed: all_to_all, gather, ring"),
         ({"context": "gather", "causal": False}, "context: 'gather' is for causal attention"),
+        ({"kernel": "cudnn", "dropout": 0.1}, "kernel: 'cudnn' drops nothing, and dropout is 0.1"),
+        ({"kernel": "flash"}, "kernel: 'flash' is none of attention"),
     ],
 )
 def test_a_layer_says_what_it_cannot(given: dict[str, Any], text: str) -> None:

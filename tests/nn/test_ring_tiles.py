@@ -1,5 +1,6 @@
 """The tiles of a ring by cuDNN. Its kernels do not run here: plain JAX computes what they are documented to compute."""
 
+import inspect
 import re
 from collections import Counter
 from typing import Any
@@ -14,13 +15,14 @@ import pytest
 from jaxdist.build import attention_of
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import ModelConfig
+from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn.context import cudnn_tiles
-from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES, UNSEEN, why_no_cudnn_tiles
+from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES, UNSEEN
 from jaxdist.nn.context.dropout_masks import kept_pairs, places_of
-from jaxdist.nn.context.ring import TILES, ring_attention
+from jaxdist.nn.context.ring import ring_attention
 from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, WholeResult, merged
 from jaxdist.nn.dropout import dropout_heads
 from jaxdist.precision.policy import precision_of
@@ -38,34 +40,42 @@ def plain_scores(q: jax.Array, k: jax.Array, bias: jax.Array, *, causal: bool) -
     """[B, heads, S, T] of q [B, S, heads, K] and k [B, T, n, K]; each n has the next heads / n of the heads."""
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = jnp.einsum("BShK,BThK->BhST", q, k) * q.shape[-1] ** -0.5
-    scores = scores + bias if bias.size else scores
     later = jnp.triu(jnp.ones(scores.shape[-2:], bool), 1)
-    return jnp.where(later, -jnp.inf, scores) if causal else scores
+    return jnp.where(later, -jnp.inf, scores + bias) if causal else scores + bias
 
 
-def stand_in(name: str, mask: TileMask, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, **_: Any) -> Any:
-    """What the primitives return, from the arguments of `_bind`."""
-    bias = jnp.zeros(0)
-    if mask.unseen_BST is not None:
-        assert not any(size % 2 for size in mask.unseen_BST.shape[1:])  # or cuDNN's check would refuse it
-        bias = jnp.where(mask.unseen_BST[:, None], UNSEEN["bfloat16"], 0.0)
-    scores, groups = plain_scores(q, k, bias, causal=mask.causal), q.shape[2] // k.shape[2]
-    values = jnp.repeat(v, groups, axis=2)
-    if "fwd" in name:
-        lse = jax.nn.logsumexp(scores, axis=-1)
-        return jnp.einsum("BhST,BThK->BShK", jnp.exp(scores - lse[..., None]), values), lse
-    lse, out, dout = rest
-    weights = jnp.exp(scores - lse[..., None])
-    delta = (out * dout).sum(-1).transpose(0, 2, 1)[..., None]
-    dscores = weights * (jnp.einsum("BShK,BThK->BhST", dout, values) - delta) * q.shape[-1] ** -0.5
-    by_group = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)  # noqa: E731
-    dk, dv = jnp.einsum("BhST,BShK->BThK", dscores, q), jnp.einsum("BhST,BShK->BThK", weights, dout)
-    return jnp.einsum("BhST,BThK->BShK", dscores, jnp.repeat(k, groups, axis=2)), by_group(dk), by_group(dv)
+class Emulated:
+    """A primitive, by plain JAX in the dtype that it is given."""
+
+    def __init__(self, which: str) -> None:
+        self.which = which
+
+    def bind(self, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, *rest: jax.Array, **given: Any) -> Any:
+        empty, saved = rest[:6], rest[6:]
+        assert all(each.size == 0 for each in empty) and {each.dtype for each in (k, v, bias, *empty)} == {q.dtype}
+        assert given["variadic_args"] == (bias.size > 0, False) and not given["dropout_rate"]
+        assert not bias.size or not any(size % 2 for size in bias.shape[2:])  # or cuDNN's check would refuse it
+        causal, groups = given["mask_type"] is cudnn_tiles.fused.MaskType.CAUSAL, q.shape[2] // k.shape[2]
+        scores = plain_scores(q, k, bias if bias.size else jnp.zeros((), q.dtype), causal=causal)
+        values = jnp.repeat(v, groups, axis=2)
+        if self.which == "fwd":
+            assert given["is_training"] and not saved
+            lse = jax.nn.logsumexp(scores, axis=-1)
+            return jnp.einsum("BhST,BThK->BShK", jnp.exp(scores - lse[..., None]), values), lse
+        lse, out, dout = saved
+        weights = jnp.exp(scores - lse[..., None])
+        delta = (out * dout).sum(-1).transpose(0, 2, 1)[..., None]
+        dscores = weights * (jnp.einsum("BShK,BThK->BhST", dout, values) - delta) * given["scale"]
+        by_group = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)  # noqa: E731
+        dk, dv = jnp.einsum("BhST,BShK->BThK", dscores, q), jnp.einsum("BhST,BShK->BThK", weights, dout)
+        return jnp.einsum("BhST,BThK->BShK", dscores, jnp.repeat(k, groups, axis=2)), by_group(dk), by_group(dv)
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_tiles, "_bind", stand_in)
+    for which, name in zip(("fwd", "bwd"), cudnn_tiles.PRIMITIVES, strict=True):
+        monkeypatch.setattr(cudnn_tiles.fused, name, Emulated(which))
+    monkeypatch.setitem(UNSEEN, "float32", UNSEEN["bfloat16"])
 
 
 def made(queries: int, keys: int, seed: int) -> Given:
@@ -150,20 +160,20 @@ def test_a_step_calls_a_kernel_for_each_tile(context: int, documents: bool, rema
     text = lowered(context, documents=documents, remat=remat)
     calls = Counter(re.findall(r"@__cudnn\$(\w+)", text))
     name = "fmhaScaleBiasSoftmax" if documents else "fmhaSoftmax"
-    tiles = 2 * context - 1  # its own, and two in each round
+    tiles = 2 * context + 1  # three of its own, and two in each round
     assert calls == {name: tiles * (1 + again), f"{name}Backward": tiles}
     assert "tensor<2x4x24x24x" not in text and "CustomSPMDPartitioning" not in text
 
 
-def test_this_jax_has_the_primitives() -> None:
-    assert why_no_cudnn_tiles() is None and TILES.keys() == {"xla", "cudnn"}
+def parameters_and_one_more(which: str) -> list[str]:
+    return [*inspect.signature(getattr(cudnn_tiles.fused, f"_dot_product_attention_{which}_impl")).parameters, "x"]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
         ("fused", None, "has no primitives of cuDNN's attention of the known names"),
-        ("ARGUMENTS", {"scale", "shape"}, "primitive of cuDNN's attention takes no shape"),
+        ("_parameters", parameters_and_one_more, "have other parameters than the known ones"),
     ],
 )
 def test_another_jax_falls_back_to_plain_tiles(
@@ -201,3 +211,11 @@ def test_places_have_64_bits(length: int) -> None:
     high, low = places_of(jnp.array(rows), jnp.array(columns), length)
     found = (np.asarray(high, np.uint64) << np.uint64(32)) + np.asarray(low, np.uint64)
     assert found.tolist() == [[row * length + column for column in columns] for row in rows]
+
+
+def test_masks_that_a_ring_cannot_draw_are_one_line() -> None:
+    given: Any = (jax.random.split(jax.random.key(0), 1), jnp.arange(2), jnp.arange(2))
+    with pytest.raises(UserError, match="at most 1048576 positions, and the sequence has 1048577"):
+        kept_pairs(*given, length=(1 << 20) + 1, heads=1, site=0, rate=0.1)
+    with jax.threefry_partitionable(False), pytest.raises(UserError, match="jax_threefry_partitionable=False"):
+        kept_pairs(*given, length=4, heads=1, site=0, rate=0.1)

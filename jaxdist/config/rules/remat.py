@@ -20,6 +20,11 @@ RING_RESULT = "attention.ring"  # the result of a ring and its statistics, which
 Remat = str | tuple[str, ...]
 
 
+def keeps_ring(remat: Remat) -> bool:
+    """Whether the result of ring attention is kept, so that the ring does not run again in the backward pass."""
+    return remat in ("none", "dots") or (not isinstance(remat, str) and "attention.context" in remat)
+
+
 def check_remat(value: str | Sequence[str]) -> Remat:
     """A mode, or a tuple of names. Raises `UserError` on what is neither."""
     return check_value(value, str, False, Rule("", choices=MODES, listed=NAMES), REMAT)

@@ -51,6 +51,14 @@ class QKVProjection(nnx.Module):
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
 
+def _check_kernel(kernel: str, dropout: float) -> None:
+    """Raise `UserError` for a kernel of attention that is none, or that cannot drop out."""
+    if kernel not in ("xla", "cudnn"):
+        raise UserError(f"kernel: {kernel!r} is none of attention; allowed: xla, cudnn")
+    if kernel == "cudnn" and dropout:
+        raise UserError(f"kernel: 'cudnn' drops nothing, and dropout is {dropout:g}; allowed: xla; or dropout=0")
+
+
 def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: jax.Array, *given: Any) -> jax.Array:
     """The attention of a layer and its output projection -> [B, S, D].
 
@@ -153,6 +161,7 @@ class Attention(nnx.Module):
     ) -> None:
         assert causal or window is None, "a window of positions on both sides is not there"
         check_context_form(context, causal=causal)
+        _check_kernel(kernel, dropout)
         self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
         head_width, qkv_bias = head_width or width // heads, bias if qkv_bias is None else qkv_bias
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=qkv_bias, head_width=head_width, **matmul)
@@ -213,6 +222,7 @@ class CrossAttention(nnx.Module):
         kernel: str = "xla",
         **matmul: Unpack[MatmulOptions],
     ) -> None:
+        _check_kernel(kernel, dropout)
         self.kernel, self.dropout = kernel, dropout
         head_width = width // heads
         both = ("k", 1), ("v", 1)

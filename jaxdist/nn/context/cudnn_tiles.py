@@ -23,22 +23,28 @@ except ImportError:
     fused = None  # type: ignore[assignment]
 
 PRIMITIVES = "_dot_product_attention_fwd_p_wrapper", "_dot_product_attention_bwd_p_wrapper"
-# What `bind` takes: the optional arguments of the functions behind the primitives. score_mod is new in 0.12.
-ARGUMENTS = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"}
+# The functions behind the primitives have these parameters, and no others. Those of a score_mod are new in jax 0.12.
+_ARRAYS = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v"
+_SAVED = "activation fwd_output grad_output"
+_STATIC = "scale seed dropout_rate variadic_args mask_type layout sliding_window_length"
 UNSEEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # JAX's own: cuDNN fails with the lowest number of a dtype
 
 
 def why_no_cudnn_tiles() -> str | None:
     """Why this jax cannot compute tiles by cuDNN; None: it can."""
-    if not all(hasattr(fused, name) for name in (*PRIMITIVES, "_dot_product_attention_bwd_impl", "MaskType")):
+    names = (*PRIMITIVES, "_dot_product_attention_fwd_impl", "_dot_product_attention_bwd_impl", "MaskType")
+    if not all(hasattr(fused, name) for name in (*names, "AttentionLayout")):
         return f"jax {jax.__version__} has no primitives of cuDNN's attention of the known names"
-    if missing := ARGUMENTS - set(_parameters()):
-        return f"jax {jax.__version__}'s primitive of cuDNN's attention takes no {', '.join(sorted(missing))}"
-    return None
+    found = [_parameters("fwd"), _parameters("bwd")]
+    for arrays, static in (("", ""), (" score_mod_args", " score_mod")):
+        forward = f"{_ARRAYS}{arrays} {_STATIC}{static} is_training"
+        if found == [forward.split(), f"{_ARRAYS} {_SAVED}{arrays} {_STATIC}{static}".split()]:
+            return None
+    return f"jax {jax.__version__}'s primitives of cuDNN's attention have other parameters than the known ones"
 
 
-def _parameters() -> tuple[str, ...]:
-    return tuple(inspect.signature(fused._dot_product_attention_bwd_impl).parameters)
+def _parameters(which: str) -> list[str]:
+    return list(inspect.signature(getattr(fused, f"_dot_product_attention_{which}_impl")).parameters)
 
 
 def _bind(name: str, mask: TileMask, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, **given: Any) -> Any:
@@ -47,7 +53,7 @@ def _bind(name: str, mask: TileMask, q: jax.Array, k: jax.Array, v: jax.Array, *
     none = jnp.zeros(0, q.dtype)  # a bias, lengths, offsets, pages: what is not there is empty
     bias = none if mask.unseen_BST is None else jnp.where(mask.unseen_BST[:, None], UNSEEN[q.dtype.name], 0)
     arrays = to_varying((q, k, v, bias.astype(q.dtype), *[none] * 6, *rest), varying_axes(q))
-    if "score_mod" in _parameters():
+    if "score_mod" in _parameters("bwd"):
         given["score_mod"] = None
     return getattr(fused, name).bind(
         *arrays,

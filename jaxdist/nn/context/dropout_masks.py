@@ -13,6 +13,9 @@ from jax import lax
 from jax.extend.random import threefry_2x32
 
 from jaxdist.collectives import rank
+from jaxdist.errors import UserError
+
+MOST_POSITIONS = 1 << 20
 
 
 def drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
@@ -23,7 +26,7 @@ def drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
 
 
 def by_head(draw: Callable[[jax.Array], jax.Array], keys_B: jax.Array, site: int, group: Any, local: int) -> jax.Array:
-    """What is drawn for each sample and head, [B, h, ...]. group: which `local` of all heads these are."""
+    """What is drawn for each sample and head of this device, [B, h, ...]. Its heads are those from group * local on."""
     heads = group * local + jnp.arange(local, dtype=jnp.int32)
     own_key = lambda key, head: jax.random.fold_in(jax.random.fold_in(key, site), head)  # noqa: E731
     return jax.vmap(lambda key: jax.vmap(lambda head: draw(own_key(key, head)))(heads))(keys_B)
@@ -37,6 +40,16 @@ def kept_pairs(
     keys_B: of the generator threefry2x32. rows, columns: [R] and [C], integers; of queries and of keys. length: of the
     whole sequence of keys, at most 2^20. heads: how many this device has, h.
     """
+    if length > MOST_POSITIONS:
+        raise UserError(
+            f"dropout: a ring draws masks of at most {MOST_POSITIONS} positions, and the sequence has {length}; allowed"
+            " here: context all_to_all or gather, or dropout=0"
+        )
+    if not jax.config.jax_threefry_partitionable:
+        raise UserError(
+            "dropout: a ring draws parts of masks, which jax_threefry_partitionable=False (JAX_THREEFRY_PARTITIONABLE)"
+            " does not allow; allowed: True, jax's default; or context all_to_all or gather; or dropout=0"
+        )
     high, low = places_of(rows, columns, length)
 
     def draw(key: jax.Array) -> jax.Array:
@@ -50,7 +63,7 @@ def kept_pairs(
 
 def places_of(rows: jax.Array, columns: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """The numbers rows * length + columns, [R, C], of 64 bits in two halves of type uint32: the high, the low."""
-    assert 0 < length <= 1 << 20, "the products below fit into 32 bits"
+    assert 0 < length <= MOST_POSITIONS, "the products below fit into 32 bits"
     row, column = rows.astype(jnp.uint32)[:, None], columns.astype(jnp.uint32)
     large = (row >> 10) * np.uint32(length)  # counts 2^10
     small = (row & 1023) * np.uint32(length) + column

@@ -37,7 +37,7 @@ from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult
 TILES: dict[str, TileKernel] = {"xla": XLA_TILES, "cudnn": CUDNN_TILES}
 
 
-class _Ring(NamedTuple):
+class RingOptions(NamedTuple):
     """What is known of a ring before it runs. Arguments of `ring_attention`."""
 
     window: int | None
@@ -60,8 +60,8 @@ def ring_attention(
 ) -> jax.Array:
     """Causal attention of this device's queries [B, s, n, G, K] over all keys and values, [B, s, n, K] here.
 
-    The result and its lse have the name attention.context (`memory.remat`): where it is kept, the backward pass does
-    not run the ring of the forward pass again.
+    The result and its lse have the names attention.context and `RING_RESULT` (`memory.remat`): where one is kept, the
+    backward pass does not run the ring of the forward pass again.
 
     starts_BS: the position at which each token's document starts, of the whole sequence [B, S]; None: a row is one.
     keys_B: of dropout, one for each sample; None: there is none.
@@ -69,16 +69,17 @@ def ring_attention(
     kernel: of the tiles, a key of `TILES`. cudnn has no dropout.
     dropout, site: see `jaxdist.nn.dropout`.
     """
+    assert keys_B is not None or not dropout, "dropout needs the keys of the samples"
     axes = varying_axes(q) | varying_axes(k) | varying_axes(v) | {"context"}
-    static = _Ring(window, kernel, dropout if keys_B is not None else 0.0, site)
-    return _ring(*to_varying((q, k, v), axes), starts_BS, keys_B, static)
+    given = RingOptions(window, kernel, dropout, site)
+    return _ring(*to_varying((q, k, v), axes), starts_BS, keys_B, given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _ring(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, static: _Ring
+    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, given: RingOptions
 ) -> jax.Array:
-    return _forward(q, k, v, starts_BS, keys_B, static)[0]
+    return _forward(q, k, v, starts_BS, keys_B, given)[0]
 
 
 def _halves(x: Any) -> tuple[Any, Any]:
@@ -115,7 +116,8 @@ def _placed(before: jax.Array, sure: jax.Array, other: jax.Array, *, queries: bo
 
 
 def _not_before(value: jax.Array, x: jax.Array) -> jax.Array:
-    """x, which cannot be there before `value` is computed: XLA:GPU's scheduler sees no barriers."""
+    """x, which cannot be there before `value` is computed. An `optimization_barrier` does not do: it orders what XLA
+    rewrites, and is gone when XLA:GPU schedules. A `value` that begins with NaN makes all of x NaN."""
     number = lax.index_in_dim(value.reshape(-1), 0, keepdims=False)
     return jnp.where(number == number, x, jnp.full_like(x, jnp.nan))
 
@@ -129,21 +131,24 @@ class _Masks:
     """The masks of a device's tiles. Without documents, window and dropout, only its own tile has one."""
 
     def __init__(
-        self, q: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, static: _Ring, group: Group
+        self, q: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, given: RingOptions, group: Group
     ) -> None:
-        self.starts_BS, self.keys_B, self.static, self.group = starts_BS, keys_B, static, group
+        self.starts_BS, self.keys_B, self.given, self.group = starts_BS, keys_B, given, group
         self.shape, self.heads = q.shape[:2], q.shape[2] * q.shape[3]
-        self.apart = starts_BS is not None or static.window is not None
+        self.apart = starts_BS is not None or given.window is not None
 
     def tokens(self, device: jax.Array | int) -> Tokens:
         """What masks need of the tokens of a device."""
         starts = None if self.starts_BS is None else own_context(self.starts_BS, dim=1, device=device)
         return Tokens(jnp.broadcast_to(own_numbers(self.shape[1], device=device), self.shape), starts)
 
-    def own(self) -> TileMask:
-        """Of this device's queries over its own keys. The second chunk is behind the first in the sequence, too."""
-        mine = self.tokens(self.group.rank)
-        return self._mask(mine, mine)._replace(causal=True)
+    def own(self) -> tuple[TileMask, TileMask, TileMask]:
+        """Of this device's queries over its own keys: each chunk over itself; the second over the first, all before
+        it."""
+        first, second = _halves(self.tokens(self.group.rank))
+        pairs = (first, first), (second, second), (second, first)
+        one, two, across = (self._mask(queries, keys)._replace(causal=queries is keys) for queries, keys in pairs)
+        return one, two, across
 
     def of_round(self, i: int, before: jax.Array) -> tuple[TileMask, TileMask]:
         """Of the two tiles of round i."""
@@ -153,22 +158,25 @@ class _Masks:
         return sure, other
 
     def _mask(self, queries: Tokens, keys: Tokens) -> TileMask:
-        rate, kept = self.static.dropout, None
+        rate, kept = self.given.dropout, None
         if self.keys_B is not None and rate:
-            drawn: Any = {"site": self.static.site, "rate": rate, "heads": self.heads}
+            drawn: Any = {"site": self.given.site, "rate": rate, "heads": self.heads}
             length = self.shape[1] * self.group.n
             kept = kept_pairs(self.keys_B, queries.numbers_BS[0], keys.numbers_BS[0], length=length, **drawn)
-        hidden = unseen(queries, keys, self.static.window) if self.apart else None
+        hidden = unseen(queries, keys, self.given.window) if self.apart else None
         return TileMask(unseen_BST=hidden, kept_BhST=kept, dropout=rate)
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, static: _Ring
+    q: jax.Array, k: jax.Array, v: jax.Array, starts_BS: jax.Array | None, keys_B: jax.Array | None, given: RingOptions
 ) -> tuple[jax.Array, Any]:
-    group, tile = make_group("context"), TILES[static.kernel].forward
-    masks = _Masks(q, starts_BS, keys_B, static, group)
+    group, tile = make_group("context"), TILES[given.kernel].forward
+    masks = _Masks(q, starts_BS, keys_B, given, group)
     travel = _hop(group, jnp.stack([k, v]))
-    halves = _halves(tile(q, k, v, masks.own()))
+    (q_1, q_2), (keys_1, keys_2) = _halves(q), _halves((k, v))
+    tiles = zip((q_1, q_2, q_2), (keys_1, keys_2, keys_1), masks.own(), strict=True)
+    one, two, across = (tile(q_t, k_t, v_t, mask) for q_t, (k_t, v_t), mask in tiles)
+    halves = one, merged(two, across)
     for i in range(1, group.n):
         # Left alone, XLA:GPU runs all hops first, and keeps all blocks.
         travel, halves = lax.optimization_barrier((travel, halves))
@@ -195,14 +203,18 @@ def _added(
     return merged(halves[0], in_first), merged(merged(halves[1], sure), in_second)
 
 
-def _backward(static: _Ring, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+def _backward(given: RingOptions, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     q, k, v, starts_BS, keys_B, out, lse = saved
-    group, gradients = make_group("context"), TILES[static.kernel].backward
-    masks = _Masks(q, starts_BS, keys_B, static, group)
+    group, gradients = make_group("context"), TILES[given.kernel].backward
+    masks = _Masks(q, starts_BS, keys_B, given, group)
     # Else XLA would merge these hops with those of the forward pass, and keep what they bring.
     k, v, dout = lax.optimization_barrier((k, v, dout))
     travel, whole = _hop(group, jnp.stack([k, v])), WholeResult(out, dout, lse)
-    dq, dk, dv = gradients(q, k, v, masks.own(), whole)
+    (first, second), (keys_1, keys_2) = _halves((q, whole)), _halves((k, v))
+    tiles = zip((first, second, second), (keys_1, keys_2, keys_1), masks.own(), strict=True)
+    one, two, across = (gradients(q_t, k_t, v_t, mask, of_all) for (q_t, of_all), (k_t, v_t), mask in tiles)
+    dq = jnp.concatenate([one[0], two[0] + across[0]], 1)
+    dk, dv = (jnp.concatenate([one[i] + across[i], two[i]], 1) for i in (1, 2))
     sums: jax.Array | None = None
     for i in range(1, group.n):
         travel, dq = lax.optimization_barrier((travel, dq))

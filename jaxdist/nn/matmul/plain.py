@@ -24,10 +24,10 @@ def plain_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """The product x [..., I] @ kernel [I, *O] -> [..., *O], in their dtype.
 
     Like all functions with a `jax.custom_vjp` it has derivatives by `jax.grad`, `jax.vjp` and `jax.hessian`, and none
-    by `jax.jvp` and `jax.jacfwd`. Under autocast (O1), and for operands of two dtypes, it is `jnp.tensordot`.
+    by `jax.jvp` and `jax.jacfwd`. Under autocast (O1), and for operands of two dtypes, it is `jnp.dot`.
     """
     if casting.value or x.dtype != kernel.dtype:
-        return jnp.tensordot(x, kernel, 1)
+        return as_matrices(jnp.dot, x, kernel)
     precision = jax.config.jax_default_matmul_precision  # of the caller: the backward pass is traced elsewhere
     return as_matrices(functools.partial(_product, precision), x, kernel)
 

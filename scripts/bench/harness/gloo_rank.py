@@ -1,9 +1,10 @@
 """One process of a contender of scripts/bench/gloo.py: it trains when it is told to, and says how long that took.
 
-    python gloo_rank.py CONTENDER SIZE RANK PROCESSES PORT
+    python gloo_rank.py CONTENDER SIZE RANK PROCESSES HOST:PORT
 
 It reads numbers of steps, a line each, and answers each with {"seconds", "loss"} once all of them are done; seconds are
-those of a step. CONTENDER: jaxdist-ddp, jaxdist-zero3, torch-ddp, torch-fsdp2, and the last two with -compiled behind.
+those of a step. CONTENDER: jaxdist-ddp, jaxdist-zero3, torch-ddp, torch-fsdp2, and the last two with -compiled behind;
+jaxdist-ddp-ALGORITHM and jaxdist-ddp-ALGORITHM-WIRE, as -ring and -ring-int8 (parallel.grad_sync).
 """
 
 import json
@@ -16,18 +17,19 @@ from typing import Any
 Step = Callable[[int], Any]  # runs on the i-th batch, and gives the loss: a number, or an array to be computed
 
 
-def jaxdist(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
-    """kind: a strategy. The loss is the mean over all processes."""
+def jaxdist(kind: str, size: Any, rank: int, processes: int, address: str) -> Step:
+    """kind: a strategy, and how it sums gradients. The loss is the mean over all processes."""
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+    jax.distributed.initialize(address, processes, rank)
     import numpy as np
     import optax
     from jax.sharding import NamedSharding
 
     from harness.task import BETAS, CLIP, DECAY, EPS, LR, make_task
     from jaxdist.config.schema import ParallelConfig
+    from jaxdist.config.sections.grad_sync import GradSync
     from jaxdist.init import state_target
     from jaxdist.mesh import make_mesh
     from jaxdist.models.gpt import gpt
@@ -36,12 +38,16 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
     from jaxdist.step import make_train_step
 
     task = make_task(size, gpu=False, precision="fp32")
-    mesh = make_mesh(data=processes) if kind == "ddp" else make_mesh(fsdp=processes)
+    strategy, algorithm, wire = (*kind.split("-"), "", "")[:3]
+    mesh = make_mesh(data=processes) if strategy == "ddp" else make_mesh(fsdp=processes)
+    bucket_mb = float(os.environ.get("BUCKET_MB", 25))
+    sync = GradSync(algorithm=algorithm or "native", wire_dtype=wire or None, bucket_mb=bucket_mb)
     model = gpt(size.model.replace(loss_chunk=0, scan_blocks=0), max_length=size.length)
     tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
     least = ParallelConfig().min_shard_bytes
-    target = state_target(model, tx, mesh, strategy=kind, min_shard_bytes=least)
-    run = make_train_step(model, tx, mesh, strategy=kind, min_shard_bytes=least)
+    options: Any = {"strategy": strategy, "min_shard_bytes": least, "grad_sync": sync}
+    target = state_target(model, tx, mesh, **options)
+    run = make_train_step(model, tx, mesh, **options)
     whole = NamedSharding(mesh, BATCH_SPEC)
 
     def placed(batch: dict[str, Any]) -> Any:
@@ -59,7 +65,7 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
     return step
 
 
-def torch(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
+def torch(kind: str, size: Any, rank: int, processes: int, address: str) -> Step:
     """kind: ddp or fsdp2, with -compiled for `torch.compile`. The first loss is the mean over all processes, later ones
     are this process's."""
     import torch
@@ -71,7 +77,7 @@ def torch(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
     from harness.task import BETAS, CLIP, DECAY, EPS, LR, make_task
 
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=processes, rank=rank)
+    distributed.init_process_group("gloo", f"tcp://{address}", world_size=processes, rank=rank)
     task = make_task(size, gpu=False, precision="fp32")
     model: Any = Model(task)
     model.load_state_dict(weights(task.params))
@@ -108,13 +114,14 @@ def torch(kind: str, size: Any, rank: int, processes: int, port: int) -> Step:
 
 def main() -> None:
     """The process: until there is nothing more to read."""
-    contender, name, rank, processes, port = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+    contender, name, *numbers, address = sys.argv[1:]
+    rank, processes = map(int, numbers)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # one core each, where there are as many
     from harness.task import get_size
 
     make = {"jaxdist": jaxdist, "torch": torch}[contender.partition("-")[0]]
-    step, done = make(contender.partition("-")[2], get_size(name), rank, processes, port), 0
+    step, done = make(contender.partition("-")[2], get_size(name), rank, processes, address), 0
     for line in sys.stdin:
         begun = time.perf_counter()
         for _ in range(int(line)):
