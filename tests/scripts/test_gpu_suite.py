@@ -32,7 +32,7 @@ def test_quick_parts(tmp_path: Path) -> None:
     found = rehearse(tmp_path, "facts", "kernels", "tiles", "rates")
     assert found["facts"]["backend"] == "cpu"
     assert all(max(case["plain, bf16"]) < 0.01 for case in found["kernels"].values()) and len(found["kernels"]) == 6
-    assert all(max(case["plain, bf16"]) < 0.01 for case in found["tiles"].values()) and len(found["tiles"]) == 3
+    assert all(max(case["plain, bf16"]) < 0.01 for case in found["tiles"].values()) and len(found["tiles"]) == 4
     assert all(value > 0 for value in found["rates"].values() if isinstance(value, float))
 
 

@@ -80,7 +80,7 @@ def rematerialise(
 
     mode: the values that are kept besides the inputs.
         - "none": all activations.
-        - "dots": the results of matrix products.
+        - "dots": the results of matrix products, and of attention by cuDNN or in a ring.
         - a tuple: the values of these names.
         - "full": no others. "sqrt" is the same here; `sqrt_remat` is for stacks of blocks.
         - "offload": no others, and values named `BLOCK_INPUT` are kept in the host's memory.

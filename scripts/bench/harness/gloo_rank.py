@@ -40,8 +40,7 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, address: str) -> St
     task = make_task(size, gpu=False, precision="fp32")
     strategy, algorithm, wire = (*kind.split("-"), "", "")[:3]
     mesh = make_mesh(data=processes) if strategy == "ddp" else make_mesh(fsdp=processes)
-    bucket_mb = float(os.environ.get("BUCKET_MB", 25))
-    sync = GradSync(algorithm=algorithm or "native", wire_dtype=wire or None, bucket_mb=bucket_mb)
+    sync = GradSync(algorithm=algorithm or "native", wire_dtype=wire or None)
     model = gpt(size.model.replace(loss_chunk=0, scan_blocks=0), max_length=size.length)
     tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
     least = ParallelConfig().min_shard_bytes
