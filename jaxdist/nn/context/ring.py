@@ -210,11 +210,10 @@ def _backward(given: RingOptions, saved: Any, dout: jax.Array) -> tuple[jax.Arra
     # Else XLA would merge these hops with those of the forward pass, and keep what they bring.
     k, v, dout = lax.optimization_barrier((k, v, dout))
     travel, whole = _hop(group, jnp.stack([k, v])), WholeResult(out, dout, lse)
-    (first, second), (keys_1, keys_2) = _halves((q, whole)), _halves((k, v))
-    tiles = zip((first, second, second), (keys_1, keys_2, keys_1), masks.own(), strict=True)
-    one, two, across = (gradients(q_t, k_t, v_t, mask, of_all) for (q_t, of_all), (k_t, v_t), mask in tiles)
-    dq = jnp.concatenate([one[0], two[0] + across[0]], 1)
-    dk, dv = (jnp.concatenate([one[i] + across[i], two[i]], 1) for i in (1, 2))
+    (first, second), (keys_1, keys_2), (mask_1, mask_2, mask) = _halves((q, whole)), _halves((k, v)), masks.own()
+    # Only a part of the own tile, beside which the first keys travel.
+    across = gradients(second[0], keys_1[0], keys_1[1], mask, second[1])
+    dq = jnp.concatenate([jnp.zeros_like(across[0]), across[0]], 1)
     sums: jax.Array | None = None
     for i in range(1, group.n):
         travel, dq = lax.optimization_barrier((travel, dq))
@@ -231,7 +230,13 @@ def _backward(given: RingOptions, saved: Any, dout: jax.Array) -> tuple[jax.Arra
         sums = both_i if sums is None else both_i + _hop(group, _not_before(sure[0], sums))
     assert sums is not None, "the ring has one device"
     home = _hop(group, sums)
-    return dq.astype(q.dtype), (dk + home[0]).astype(k.dtype), (dv + home[1]).astype(v.dtype), None, None
+    # The rest of the own tile comes last, beside that hop.
+    rest = zip((first, second), (keys_1, keys_2), (mask_1, mask_2), strict=True)
+    late = lambda of_all: of_all._replace(lse=_not_before(other[0], of_all.lse))  # noqa: E731
+    one, two = (gradients(q_t, k_t, v_t, mask, late(of_all)) for (q_t, of_all), (k_t, v_t), mask in rest)
+    dq = dq + jnp.concatenate([one[0], two[0]], 1)
+    dk, dv = (jnp.concatenate([one[i] + across[i], two[i]], 1) + home[i - 1] for i in (1, 2))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 _ring.defvjp(_forward, _backward)
