@@ -35,7 +35,8 @@ def traffic(
     - remat: `memory.remat`. What "sqrt" computes a third time is not counted.
     - widened: by how much gradients are wider than keys; 2 in bf16, whose sums the ring sends in fp32.
     """
-    others, kept = devices - 1, not isinstance(remat, str) and "attention.context" in remat
+    others = devices - 1
+    kept = keeps_ring(remat) if form == "ring" else not isinstance(remat, str) and "attention.context" in remat
     if form == "all_to_all":  # queries, keys and values there, the result back
         there = (queries + keys) * others / devices
         once = backward = there + queries * others / devices
@@ -44,7 +45,6 @@ def traffic(
         once = backward = kept_again = keys * others
     else:
         once, backward, kept_again = keys * others, (1 + widened) * keys * others, 0.0
-        kept = keeps_ring(remat)
     again = 0.0 if remat == "none" else kept_again if kept else once
     return Traffic(once, backward, again)
 

@@ -9,7 +9,7 @@ stay; in a round each trains in its turn while the others wait. Given are median
 
 With --rate each process is on a virtual host behind a link of that rate (`jaxdist lab`), as root, and contenders train
 one after the other: --processes 3 --size links --rate 100mbit. jaxdist-ddp-ring and jaxdist-ddp-ring-int8 sum gradients
-by parallel.grad_sync.algorithm=ring, and wire_dtype=int8; any algorithm and bfloat16 go, too.
+by parallel.grad_sync.algorithm=ring, and wire_dtype=int8; so do all other algorithms, and -bfloat16.
 """
 
 import argparse
@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 from harness.task import SIZES
 
+from jaxdist import registry
+from jaxdist.collectives.algorithm import ALGORITHMS
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import INTERFACE
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
@@ -35,7 +37,7 @@ from jaxdist.runtime.network.addresses import free_port
 RANK = Path(__file__).parent / "harness" / "gloo_rank.py"
 CONTENDERS = "jaxdist-ddp,torch-ddp,torch-ddp-compiled,jaxdist-zero3,torch-fsdp2"
 KNOWN = (*CONTENDERS.split(","), "torch-fsdp2-compiled")
-ALGORITHM = re.compile(r"jaxdist-ddp-\w+(-bfloat16|-int8)?")
+ALGORITHM = re.compile(rf"jaxdist-ddp-({'|'.join(registry.names(ALGORITHMS))})(-bfloat16|-int8)?")
 ON_HOST = 'printf "%s" "$0" | exec "$@" "$HOST_INDEX" "$HOST_COUNT" "$JAX_COORDINATOR_ADDRESS"'
 WARM = 2  # rounds that are not counted
 AGREE = 1e-5  # first losses, relative
@@ -61,7 +63,7 @@ def on_hosts(name: str, arguments: argparse.Namespace) -> Finished:
     environ = _environ() | {"GLOO_SOCKET_IFNAME": INTERFACE}
     results = run_on_hosts(command, hosts=arguments.processes, rate=arguments.rate, environ=environ)
     if exit_status(results):
-        failed = next(result for result in results if result.status)
+        failed = min((each for each in results if each.status and not each.killed), key=lambda each: each.seconds)
         raise UserError(f"{name}: host {failed.host} ended with status {failed.status}: {failed.stderr[-500:].strip()}")
     answers = [[json.loads(line) for line in each.stdout.splitlines() if line.startswith("{")] for each in results]
     slowest = [max(float(answer["seconds"]) for answer in turn) for turn in zip(*answers, strict=True)]
@@ -112,7 +114,8 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raise `UserError` for what cannot be measured."""
     for name in arguments.contenders.split(","):
         if name not in KNOWN and not (arguments.rate and ALGORITHM.fullmatch(name)):
-            raise UserError(f"--contenders: {name!r} is not known; allowed: {', '.join(KNOWN)}")
+            more = "; with --rate jaxdist-ddp-ALGORITHM, too"
+            raise UserError(f"--contenders: {name!r} is not known; allowed: {', '.join(KNOWN)}{more}")
     if arguments.size not in SIZES:
         raise UserError(f"--size: {arguments.size!r} is not known; allowed: {', '.join(SIZES)}")
     rows = SIZES[arguments.size].rows

@@ -339,7 +339,7 @@ def test_a_model_that_was_not_built_for_it_is_refused() -> None:
         ({"context": "rings"}, "context: 'rings' is none; allowed: all_to_all, gather, ring"),
         ({"context": "gather", "causal": False}, "context: 'gather' is for causal attention"),
         ({"kernel": "cudnn", "dropout": 0.1}, "kernel: 'cudnn' drops nothing, and dropout is 0.1"),
-        ({"kernel": "flash"}, "kernel: 'flash' is none of attention"),
+        ({"kernel": "flash"}, "kernel: 'flash' is no kernel of attention"),
     ],
 )
 def test_a_layer_says_what_it_cannot(given: dict[str, Any], text: str) -> None:

@@ -36,10 +36,10 @@ def random(*shape: int, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def plain_scores(q: jax.Array, k: jax.Array, bias: jax.Array, *, causal: bool) -> jax.Array:
+def plain_scores(q: jax.Array, k: jax.Array, bias: jax.Array, *, causal: bool, scale: float) -> jax.Array:
     """[B, heads, S, T] of q [B, S, heads, K] and k [B, T, n, K]; each n has the next heads / n of the heads."""
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    scores = jnp.einsum("BShK,BThK->BhST", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("BShK,BThK->BhST", q, k) * scale
     later = jnp.triu(jnp.ones(scores.shape[-2:], bool), 1)
     return jnp.where(later, -jnp.inf, scores + bias) if causal else scores + bias
 
@@ -54,15 +54,20 @@ class Emulated:
         empty, saved = rest[:6], rest[6:]
         assert all(each.size == 0 for each in empty) and {each.dtype for each in (k, v, bias, *empty)} == {q.dtype}
         assert given["variadic_args"] == (bias.size > 0, False) and not given["dropout_rate"]
+        assert (
+            given["layout"] == cudnn_tiles.fused.AttentionLayout.BTNH.value and given["sliding_window_length"] is None
+        )
         assert not bias.size or not any(size % 2 for size in bias.shape[2:])  # or cuDNN's check would refuse it
         causal, groups = given["mask_type"] is cudnn_tiles.fused.MaskType.CAUSAL, q.shape[2] // k.shape[2]
-        scores = plain_scores(q, k, bias if bias.size else jnp.zeros((), q.dtype), causal=causal)
+        bias = bias if bias.size else jnp.zeros((), q.dtype)
+        scores = plain_scores(q, k, bias, causal=causal, scale=given["scale"])
         values = jnp.repeat(v, groups, axis=2)
         if self.which == "fwd":
             assert given["is_training"] and not saved
             lse = jax.nn.logsumexp(scores, axis=-1)
             return jnp.einsum("BhST,BThK->BShK", jnp.exp(scores - lse[..., None]), values), lse
         lse, out, dout = saved
+        assert lse.dtype == jnp.float32 and {out.dtype, dout.dtype} == {q.dtype}
         weights = jnp.exp(scores - lse[..., None])
         delta = (out * dout).sum(-1).transpose(0, 2, 1)[..., None]
         dscores = weights * (jnp.einsum("BShK,BThK->BhST", dout, values) - delta) * given["scale"]
@@ -142,9 +147,9 @@ def test_a_ring_of_such_tiles_is_that_of_plain_tiles(starts: bool, window: int |
         assert oracle.error(a, b) < 1e-5
 
 
-def lowered(context: int, *, documents: bool = False, remat: str = "none") -> str:
+def lowered(context: int, *, documents: bool = False, remat: str = "none", attention: str = "cudnn") -> str:
     """A step for CUDA. Nothing looks for a GPU or for cuDNN."""
-    config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=32, style="llama", attention="cudnn")
+    config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=32, style="llama", attention=attention)
     model, mesh, tx = gpt(config, max_length=24, context="ring"), make_mesh(context=context), optax.sgd(0.1)
     state, ids = state_target(model, tx, mesh, strategy="zero3"), np.zeros((2, 24), np.int32)
     step = make_train_step(model, tx, mesh, strategy="zero3", precision="bf16", remat=remat)
@@ -162,7 +167,10 @@ def test_a_step_calls_a_kernel_for_each_tile(context: int, documents: bool, rema
     name = "fmhaScaleBiasSoftmax" if documents else "fmhaSoftmax"
     tiles = 2 * context + 1  # three of its own, and two in each round
     assert calls == {name: tiles * (1 + again), f"{name}Backward": tiles}
-    assert "tensor<2x4x24x24x" not in text and "CustomSPMDPartitioning" not in text
+    chunk = 12 // context
+    scores = rf"tensor<2x(2x2|4)x{chunk}x{chunk}x"
+    assert not re.search(scores, text) and "CustomSPMDPartitioning" not in text
+    assert re.search(scores, lowered(context, documents=documents, remat=remat, attention="xla"))
 
 
 def parameters_and_one_more(which: str) -> list[str]:

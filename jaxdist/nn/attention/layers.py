@@ -14,6 +14,7 @@ from jaxdist.errors import UserError
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.attention.kernels import SITE_CROSS, SITE_PROBABILITIES, PackedDocuments, attention, cudnn_attention
 from jaxdist.nn.attention.rotary import RopeScaling, rotary
+from jaxdist.nn.context.cudnn_tiles import why_no_cudnn_tiles
 from jaxdist.nn.context.forms import OVER_CONTEXT, RING, check_context_form
 from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.context.ring import ring_attention
@@ -51,12 +52,14 @@ class QKVProjection(nnx.Module):
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
 
-def _check_kernel(kernel: str, dropout: float) -> None:
-    """Raise `UserError` for a kernel of attention that is none, or that cannot drop out."""
+def _check_kernel(kernel: str, dropout: float, context: str | None = None) -> None:
+    """Raise `UserError` for a kernel of attention that is none, or that cannot do this."""
     if kernel not in ("xla", "cudnn"):
-        raise UserError(f"kernel: {kernel!r} is none of attention; allowed: xla, cudnn")
+        raise UserError(f"kernel: {kernel!r} is no kernel of attention; allowed: xla, cudnn")
     if kernel == "cudnn" and dropout:
         raise UserError(f"kernel: 'cudnn' drops nothing, and dropout is {dropout:g}; allowed: xla; or dropout=0")
+    if kernel == "cudnn" and context == RING and (why := why_no_cudnn_tiles()) is not None:
+        raise UserError(f"kernel: 'cudnn' does not compute a ring: {why}; allowed: xla")
 
 
 def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: jax.Array, *given: Any) -> jax.Array:
@@ -161,7 +164,7 @@ class Attention(nnx.Module):
     ) -> None:
         assert causal or window is None, "a window of positions on both sides is not there"
         check_context_form(context, causal=causal)
-        _check_kernel(kernel, dropout)
+        _check_kernel(kernel, dropout, context)
         self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
         head_width, qkv_bias = head_width or width // heads, bias if qkv_bias is None else qkv_bias
         self.qkv = QKVProjection(rngs, width, heads, kv_heads, bias=qkv_bias, head_width=head_width, **matmul)

@@ -41,7 +41,7 @@ def kept_pairs(
     whole sequence of keys, at most 2^20. heads: how many this device has, h.
     """
     if length > MOST_POSITIONS:
-        raise UserError(
+        raise UserError(  # the products of `places_of` would not fit into 32 bits
             f"dropout: a ring draws masks of at most {MOST_POSITIONS} positions, and the sequence has {length}; allowed"
             " here: context all_to_all or gather, or dropout=0"
         )
@@ -63,7 +63,6 @@ def kept_pairs(
 
 def places_of(rows: jax.Array, columns: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """The numbers rows * length + columns, [R, C], of 64 bits in two halves of type uint32: the high, the low."""
-    assert 0 < length <= MOST_POSITIONS, "the products below fit into 32 bits"
     row, column = rows.astype(jnp.uint32)[:, None], columns.astype(jnp.uint32)
     large = (row >> 10) * np.uint32(length)  # counts 2^10
     small = (row & 1023) * np.uint32(length) + column

@@ -11,6 +11,10 @@ The backward pass is written by hand. It sends keys and values round again, comp
 whole softmax's lse, and sends the sums of the gradients of k and v the same way. It keeps q, k, v, the result and lse
 of this device: 1/C of what one device would keep; autodiff of the rounds would keep every tile's scores.
 
+A device's own tile has three parts of one size, so that its masks are no larger than those of a round: each chunk over
+itself, and the second over the first. In the backward pass the last one is computed beside the first message, and the
+others beside the last.
+
 A message has k and v together, and goes while the tiles of the round before it are computed. Rounds: C - 1 for the
 forward pass; C - 1 for k and v, and C - 1 for their gradients, in the backward pass.
 
@@ -116,7 +120,7 @@ def _placed(before: jax.Array, sure: jax.Array, other: jax.Array, *, queries: bo
 
 
 def _not_before(value: jax.Array, x: jax.Array) -> jax.Array:
-    """x, which cannot be there before `value` is computed. An `optimization_barrier` does not do: it orders what XLA
+    """x, which cannot be there before `value` is computed. An `optimization_barrier` is not enough: it orders what XLA
     rewrites, and is gone when XLA:GPU schedules. A `value` that begins with NaN makes all of x NaN."""
     number = lax.index_in_dim(value.reshape(-1), 0, keepdims=False)
     return jnp.where(number == number, x, jnp.full_like(x, jnp.nan))
@@ -210,9 +214,9 @@ def _backward(given: RingOptions, saved: Any, dout: jax.Array) -> tuple[jax.Arra
     # Else XLA would merge these hops with those of the forward pass, and keep what they bring.
     k, v, dout = lax.optimization_barrier((k, v, dout))
     travel, whole = _hop(group, jnp.stack([k, v])), WholeResult(out, dout, lse)
-    (first, second), (keys_1, keys_2), (mask_1, mask_2, mask) = _halves((q, whole)), _halves((k, v)), masks.own()
+    (first, second), (keys_1, keys_2), (mask_1, mask_2, mask_across) = _halves((q, whole)), _halves((k, v)), masks.own()
     # Only a part of the own tile, beside which the first keys travel.
-    across = gradients(second[0], keys_1[0], keys_1[1], mask, second[1])
+    across = gradients(second[0], keys_1[0], keys_1[1], mask_across, second[1])
     dq = jnp.concatenate([jnp.zeros_like(across[0]), across[0]], 1)
     sums: jax.Array | None = None
     for i in range(1, group.n):
