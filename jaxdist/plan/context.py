@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.build import form_of, resolved_model
-from jaxdist.config.rules.remat import keeps_ring
+from jaxdist.config.rules.remat import keeps_ring, names_value
 from jaxdist.config.rules.transformer import CONTEXT_FORMS, shares_heads
 from jaxdist.config.schema import Config
 from jaxdist.precision.policy import accumulation_dtype, precision_of
@@ -36,7 +36,7 @@ def traffic(
     - widened: by how much gradients are wider than keys; 2 in bf16, whose sums the ring sends in fp32.
     """
     others = devices - 1
-    kept = keeps_ring(remat) if form == "ring" else not isinstance(remat, str) and "attention.context" in remat
+    kept = keeps_ring(remat) if form == "ring" else names_value(remat, "attention.context")
     if form == "all_to_all":  # queries, keys and values there, the result back
         there = (queries + keys) * others / devices
         once = backward = there + queries * others / devices

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from jaxdist.build import resolved_model
+from jaxdist.config.rules.remat import names_value
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.nn.experts.capacity import places
@@ -29,7 +30,7 @@ def expert_traffic(
     - dispatch: "capacity" or "dropless".
     - remat: `memory.remat`. What "sqrt" computes a third time is not counted.
     """
-    others, kept = devices - 1, not isinstance(remat, str) and "mlp.rows" in remat
+    others, kept = devices - 1, names_value(remat, "mlp.rows")
     if dispatch == "capacity":  # all places are sent, the empty ones too: there and back, and so in the backward pass
         rows = moe.experts * places(moe) / moe.group
         there = rows * width * itemsize * others / devices

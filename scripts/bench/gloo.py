@@ -131,18 +131,14 @@ def _check(arguments: argparse.Namespace) -> None:
 def measure(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Medians of all contenders, and their speed in relation to each other."""
     _check(arguments)
-    jobs: list[Job | Finished] = []
-    for name in arguments.contenders.split(",") if arguments.rate else ():
-        jobs.append(on_hosts(name, arguments))
-        _say_first(jobs, say)
-    rows = [_row(job) for job in jobs or in_turns(arguments, say)]
+    jobs: Sequence[Job | Finished] = (one_by_one if arguments.rate else in_turns)(arguments, say)
     return {
         "processes": arguments.processes,
         "rate": arguments.rate,
         "size": arguments.size,
         "rounds": arguments.rounds,
         "steps": arguments.steps,
-        "rows": rows,
+        "rows": [_row(job) for job in jobs],
         **measured_on(),
     }
 
@@ -153,6 +149,15 @@ def _say_first(jobs: Sequence[Job | Finished], say: Callable[[str], None]) -> No
     say(f"{last.name}: loss {last.first:.6f}")
     if not abs(last.first - first.first) <= AGREE * first.first:
         raise UserError(f"{last.name}: its first loss is not that of {first.name}: another computation")
+
+
+def one_by_one(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[Finished]:
+    """All contenders on virtual hosts, which have trained one after the other."""
+    jobs: list[Finished] = []
+    for name in arguments.contenders.split(","):
+        jobs.append(on_hosts(name, arguments))
+        _say_first(jobs, say)
+    return jobs
 
 
 def in_turns(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[Job]:

@@ -20,9 +20,14 @@ RING_RESULT = "attention.ring"  # the result of a ring and its statistics, which
 Remat = str | tuple[str, ...]
 
 
+def names_value(remat: Remat, name: str) -> bool:
+    """Whether a list of names keeps this value."""
+    return not isinstance(remat, str) and name in remat
+
+
 def keeps_ring(remat: Remat) -> bool:
     """Whether the result of ring attention is kept, so that the ring does not run again in the backward pass."""
-    return remat in ("none", "dots") or (not isinstance(remat, str) and "attention.context" in remat)
+    return remat in ("none", "dots") or names_value(remat, "attention.context")
 
 
 def check_remat(value: str | Sequence[str]) -> Remat:

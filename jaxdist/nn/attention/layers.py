@@ -17,7 +17,7 @@ from jaxdist.nn.attention.rotary import RopeScaling, rotary
 from jaxdist.nn.context.cudnn_tiles import why_no_cudnn_tiles
 from jaxdist.nn.context.forms import OVER_CONTEXT, RING, check_context_form
 from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
-from jaxdist.nn.context.ring import ring_attention
+from jaxdist.nn.context.ring import TILES, ring_attention
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
 
@@ -54,8 +54,8 @@ class QKVProjection(nnx.Module):
 
 def _check_kernel(kernel: str, dropout: float, context: str | None = None) -> None:
     """Raise `UserError` for a kernel of attention that is none, or that cannot do this."""
-    if kernel not in ("xla", "cudnn"):
-        raise UserError(f"kernel: {kernel!r} is no kernel of attention; allowed: xla, cudnn")
+    if kernel not in TILES:
+        raise UserError(f"kernel: {kernel!r} is no kernel of attention; allowed: {', '.join(TILES)}")
     if kernel == "cudnn" and dropout:
         raise UserError(f"kernel: 'cudnn' drops nothing, and dropout is {dropout:g}; allowed: xla; or dropout=0")
     if kernel == "cudnn" and context == RING and (why := why_no_cudnn_tiles()) is not None:

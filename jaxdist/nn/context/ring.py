@@ -73,7 +73,6 @@ def ring_attention(
     kernel: of the tiles, a key of `TILES`. cudnn has no dropout.
     dropout, site: see `jaxdist.nn.dropout`.
     """
-    assert keys_B is not None or not dropout, "dropout needs the keys of the samples"
     axes = varying_axes(q) | varying_axes(k) | varying_axes(v) | {"context"}
     given = RingOptions(window, kernel, dropout, site)
     return _ring(*to_varying((q, k, v), axes), starts_BS, keys_B, given)
@@ -140,30 +139,36 @@ class _Masks:
         self.starts_BS, self.keys_B, self.given, self.group = starts_BS, keys_B, given, group
         self.shape, self.heads = q.shape[:2], q.shape[2] * q.shape[3]
         self.apart = starts_BS is not None or given.window is not None
+        self.mine = self._tokens(group.rank) if self.apart or given.dropout else None
 
-    def tokens(self, device: jax.Array | int) -> Tokens:
+    def _tokens(self, device: jax.Array | int) -> Tokens:
         """What masks need of the tokens of a device."""
         starts = None if self.starts_BS is None else own_context(self.starts_BS, dim=1, device=device)
         return Tokens(jnp.broadcast_to(own_numbers(self.shape[1], device=device), self.shape), starts)
 
     def own(self) -> tuple[TileMask, TileMask, TileMask]:
-        """Of this device's queries over its own keys: each chunk over itself; the second over the first, all before
-        it."""
-        first, second = _halves(self.tokens(self.group.rank))
+        """Of this device's queries over its own keys: each chunk over itself; the second over the first, which is
+        before it."""
+        if self.mine is None:
+            return TileMask(causal=True), TileMask(causal=True), TileMask()
+        first, second = _halves(self.mine)
         pairs = (first, first), (second, second), (second, first)
         one, two, across = (self._mask(queries, keys)._replace(causal=queries is keys) for queries, keys in pairs)
         return one, two, across
 
     def of_round(self, i: int, before: jax.Array) -> tuple[TileMask, TileMask]:
         """Of the two tiles of round i."""
-        queries, keys = self.tokens(self.group.rank), self.tokens((self.group.rank - i) % self.group.n)
-        both = zip(queries_of_round(before, queries), keys_of_round(before, keys), strict=True)
+        if self.mine is None:
+            return TileMask(), TileMask()
+        keys = self._tokens((self.group.rank - i) % self.group.n)
+        both = zip(queries_of_round(before, self.mine), keys_of_round(before, keys), strict=True)
         sure, other = (self._mask(*each) for each in both)
         return sure, other
 
     def _mask(self, queries: Tokens, keys: Tokens) -> TileMask:
         rate, kept = self.given.dropout, None
-        if self.keys_B is not None and rate:
+        if rate:
+            assert self.keys_B is not None, "dropout needs the keys of the samples"
             drawn: Any = {"site": self.given.site, "rate": rate, "heads": self.heads}
             length = self.shape[1] * self.group.n
             kept = kept_pairs(self.keys_B, queries.numbers_BS[0], keys.numbers_BS[0], length=length, **drawn)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -133,6 +133,22 @@ def same_bits(tiny: bool) -> Iterator[dict[str, Any]]:
     yield {"same": all(len(group) <= 1 and None not in group for group in groups), "runs": found}
 
 
+def _distances(
+    computed: Callable[[Any, Any], Sequence[Any]], plain: Any, tried: dict[str, tuple[Any, Any]]
+) -> dict[str, list[float]]:
+    """||x - y|| / ||y|| of each array x that a kernel computes; y: that of `plain` in fp32.
+
+    computed: (kernel, dtype) -> arrays
+    """
+    import jax
+    import numpy as np
+
+    with jax.default_matmul_precision("highest"):
+        wanted, norm = computed(plain, np.float32), np.linalg.norm
+    pairs = {label: zip(computed(*each), wanted, strict=True) for label, each in tried.items()}
+    return {label: [float(norm(x - y) / norm(y)) for x, y in both] for label, both in pairs.items()}
+
+
 def kernels(tiny: bool) -> Iterator[dict[str, Any]]:
     """||x - y|| / ||y|| of the output and of the gradients of q, k and v; y: plain attention in fp32."""
     import jax
@@ -166,13 +182,7 @@ def kernels(tiny: bool) -> Iterator[dict[str, Any]]:
             result, pull = jax.vjp(lambda *qkv: kernel(*qkv, **options), *(x.astype(dtype) for x in (q, k, v)))
             return [np.asarray(x, np.float64) for x in (result, *pull(weights.astype(dtype)))]
 
-        with jax.default_matmul_precision("highest"):
-            wanted = computed(plain, jnp.float32)
-        norm = np.linalg.norm
-        out[name] = {
-            label: [float(norm(x - y) / norm(y)) for x, y in zip(computed(*kernel), wanted, strict=True)]
-            for label, kernel in tried.items()
-        }
+        out[name] = _distances(computed, plain, tried)
         yield out
 
 
@@ -209,13 +219,7 @@ def tiles(tiny: bool) -> Iterator[dict[str, Any]]:
             gradients = kernel.backward(*own, mask, WholeResult(whole.out.astype(dtype), dout.astype(dtype), whole.lse))
             return [np.asarray(x, np.float64) for x in (*whole, *gradients)]
 
-        with jax.default_matmul_precision("highest"):
-            wanted = computed(XLA_TILES, jnp.float32)
-        norm = np.linalg.norm
-        out[name] = {
-            label: [float(norm(x - y) / norm(y)) for x, y in zip(computed(*kernel), wanted, strict=True)]
-            for label, kernel in tried.items()
-        }
+        out[name] = _distances(computed, XLA_TILES, tried)
         yield out
     errors = [error for case in out.values() for each in case.values() for error in each]
     assert all(error < 2e-2 for error in errors), f"tiles differ: {errors}"
