@@ -99,15 +99,18 @@ class ColumnParallelLinear(nnx.Module):
         self.fp8, self.sequence, self.collective_matmul, self.parts = fp8, sequence, collective_matmul, tuple(parts)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.collective_matmul:
-            y = gather_product(x, self.kernel[...])
-        else:
-            x = whole_sequence(x) if self.sequence else x
-            if self.lora is not None:  # cast once for both products, so that one psum adds both gradients of x
-                x = to_varying(x, varying_axes(self.kernel[...]))
-            y = product(x, self.kernel[...], fp8=self.fp8)
-            y = y if self.lora is None else y + self.lora(x)
+        y = self.without_bias(x)
         return y if self.bias is None else add_bias(y, self.bias[...])
+
+    def without_bias(self, x: jax.Array) -> jax.Array:
+        """The result before its bias is added, for a caller who adds it in a function of his own."""
+        if self.collective_matmul:
+            return gather_product(x, self.kernel[...])
+        x = whole_sequence(x) if self.sequence else x
+        if self.lora is not None:  # cast once for both products, so that one psum adds both gradients of x
+            x = to_varying(x, varying_axes(self.kernel[...]))
+        y = product(x, self.kernel[...], fp8=self.fp8)
+        return y if self.lora is None else y + self.lora(x)
 
 
 class RowParallelLinear(nnx.Module):

@@ -1,14 +1,21 @@
 """The feed-forward half of a transformer block: column-parallel, nonlinearity, row-parallel."""
 
+import functools
 import math
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
+from jaxdist.precision.policy import accumulation_dtype
+
+Activation = Callable[[jax.Array], jax.Array]
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -29,11 +36,51 @@ def gelu_erf(x: jax.Array) -> jax.Array:
     return x * (0.5 * (1 + _erf(x * math.sqrt(0.5))))
 
 
-def activation(hidden: jax.Array, kind: str) -> jax.Array:
-    """What `MLP` applies between its products. hidden: [..., F], or [..., 2, F] for "swiglu"."""
-    if kind == "swiglu":
-        return jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
-    return (gelu_erf if kind == "gelu_erf" else gelu)(hidden)
+def swiglu(x: jax.Array) -> jax.Array:
+    """silu(gate) * up (Shazeer 2020). x: gate and up, [..., 2, F] -> [..., F]."""
+    return jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
+
+
+ACTIVATIONS: dict[str, Activation] = {"gelu": gelu, "gelu_erf": gelu_erf, "swiglu": swiglu}
+
+
+def activation(y: jax.Array, kind: str, bias: jax.Array | None = None) -> jax.Array:
+    """The activation of y + bias, computed in at least fp32, in the dtype of y. Without derivatives by `jax.jvp`.
+
+    y: [..., F], or [..., 2, F] for "swiglu". kind: of `ACTIVATIONS`. bias: like y without its leading dims, or None.
+    """
+    if bias is not None:
+        bias = to_varying(bias.astype(accumulation_dtype(y.dtype)), varying_axes(y))
+    return _activation(ACTIVATIONS[kind], y, bias)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _activation(function: Activation, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return function(_biased(y, bias)).astype(y.dtype)
+
+
+def _biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    wide = y.astype(accumulation_dtype(y.dtype))
+    return wide if bias is None else wide + bias
+
+
+def _forward(function: Activation, y: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, Any]:
+    # Nothing else is kept. JAX's own gradient keeps another array of this size, the tanh, which takes a GPU longer to
+    # write and read than to compute again; and with a bias inside, y + bias is no array at all.
+    return _activation(function, y, bias), (y, bias)
+
+
+def _backward(function: Activation, saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    y, bias = saved
+    wide = _biased(y, bias)
+    # Times a 1 that the compiler does not know, or it would keep what the forward pass has computed after all.
+    one = lax.optimization_barrier(to_varying(jnp.ones((), wide.dtype), varying_axes(y)))
+    (dy,) = jax.vjp(function, wide * one)[1](grad.astype(wide.dtype))
+    dy = lax.optimization_barrier(dy.astype(y.dtype))  # or XLA:GPU would store it in fp32, for the sum below
+    return dy, None if bias is None else dy.astype(bias.dtype).sum(tuple(range(dy.ndim - bias.ndim)))
+
+
+_activation.defvjp(_forward, _backward)
 
 
 class MLP(nnx.Module):
@@ -68,6 +115,7 @@ class MLP(nnx.Module):
         self.kind = kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = checkpoint_name(self.up(x), "mlp.hidden")
-        active = checkpoint_name(activation(hidden, self.kind), "mlp.activation")
+        hidden = checkpoint_name(self.up.without_bias(x), "mlp.hidden")
+        bias = None if self.up.bias is None else self.up.bias[...]
+        active = checkpoint_name(activation(hidden, self.kind, bias), "mlp.activation")
         return checkpoint_name(self.down(active), "mlp.out")

@@ -20,8 +20,8 @@ MOST_POSITIONS = 1 << 20
 
 def drop(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
     """x / (1 - rate) where it is kept, else zero."""
-    # A product, not a quotient: see `norm._mean`. `where` chooses the factor, not the result: XLA fuses a product by a
-    # constant with a later sum only where it sees the constant, which would depend on the layout.
+    # A product, not a quotient: see `mean_of_last`. `where` chooses the factor, not the result: XLA fuses a product by
+    # a constant with a later sum only where it sees the constant, which would depend on the layout.
     return x * jnp.where(keep, jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
 
 
