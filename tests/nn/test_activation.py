@@ -1,0 +1,89 @@
+"""`activation` of `jaxdist.nn.mlp`, beside jax's own gradients, and the gradient of q, k and v together."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import make_mesh
+from jaxdist.nn.attention.layers import _split
+from jaxdist.nn.mlp import ACTIVATIONS, activation
+
+FIRST_PASS = {"gelu": "tanh", "gelu_erf": "erf", "swiglu": "exponential"}  # the costly operation of each
+kinds = pytest.mark.parametrize("kind", ACTIVATIONS)
+
+
+def plain(y: jax.Array, kind: str, bias: Any = None) -> jax.Array:
+    y = y if bias is None else y + bias
+    gelu = lambda y: jax.nn.gelu(y, approximate=kind == "gelu")  # noqa: E731
+    return jax.nn.silu(y[..., 0, :]) * y[..., 1, :] if kind == "swiglu" else gelu(y)
+
+
+def inputs(kind: str, *, width: int = 8) -> tuple[jax.Array, jax.Array]:
+    rng, features = np.random.default_rng(0), (2, width) if kind == "swiglu" else (width,)
+    return jnp.asarray(2 * rng.normal(size=(4, 6, *features))), jnp.asarray(rng.normal(size=features))
+
+
+@kinds
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("tensor", [None, "tensor"])
+def test_gradients_are_jaxs_own_in_any_layout(kind: str, biased: bool, tensor: str | None) -> None:
+    dims = (None, tensor) if kind == "swiglu" else (tensor,)
+    specs = P("data", None, *dims), P(*dims)
+
+    def results(function: Any) -> list[np.ndarray]:
+        def loss(y: jax.Array, bias: jax.Array) -> Any:
+            out = jnp.sin(function(y, kind, bias if biased else None))
+            return jax.lax.psum(out.sum(), tuple(jax.typeof(out).manual_axis_type.varying))
+
+        mesh = make_mesh(data=2, tensor=4)
+        gradients = jax.grad(loss, argnums=(0, 1))
+        both = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=function is activation)
+        return [np.asarray(each) for each in jax.jit(both)(*inputs(kind))]
+
+    with jax.enable_x64(True):
+        got = results(activation)
+        y, bias = inputs(kind)
+        want = jax.grad(lambda y, bias: jnp.sin(plain(y, kind, bias if biased else None)).sum(), argnums=(0, 1))(
+            y, bias
+        )
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+@kinds
+def test_bf16_is_rounded_once(kind: str) -> None:
+    y, bias = (each.astype(jnp.bfloat16) for each in inputs(kind, width=512))
+    out, pull = jax.vjp(lambda *given: activation(given[0], kind, given[1]), y, bias)
+    dout = jax.random.normal(jax.random.key(0), out.shape, jnp.bfloat16)
+    wide = [each.astype(jnp.float32) for each in (y, bias, dout)]
+    want, plain_pull = jax.vjp(lambda *given: plain(given[0], kind, given[1]), *wide[:2])
+    for one, other in zip((out, *pull(dout)), (want, *plain_pull(wide[2])), strict=True):
+        assert np.linalg.norm(one.astype(np.float32) - other) < 2.5e-3 * np.linalg.norm(other)
+
+
+@kinds
+def test_nothing_but_the_product_is_kept(kind: str) -> None:
+    """And the compiler computes the rest a second time, where both passes are one program."""
+    y, bias = inputs(kind)
+    kept = jax.tree.leaves(jax.vjp(lambda *given: activation(given[0], kind, given[1]), y, bias)[1])
+    assert sum(each.size for each in kept) == y.size + bias.size
+
+    def times(function: Any) -> int:
+        both = jax.jit(jax.value_and_grad(lambda y: (function(y, kind, bias) ** 2).sum()))
+        text = both.lower(y).compile().as_text()
+        return text.count(f" {FIRST_PASS[kind]}(")
+
+    assert times(activation) == 2 * times(lambda y, kind, bias: ACTIVATIONS[kind](y + bias)) > 0
+
+
+def test_queries_keys_and_values_have_the_gradient_of_slices() -> None:
+    qkv = jax.random.normal(jax.random.key(0), (2, 3, 2, 5, 4))
+    slices = lambda qkv: (qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :])  # noqa: E731
+    weights = slices(jax.random.normal(jax.random.key(1), qkv.shape))
+    (got, pull), (want, plain_pull) = (jax.vjp(each, qkv) for each in (_split, slices))
+    for one, other in zip((*got, *pull(weights)), (*want, *plain_pull(weights)), strict=True):
+        np.testing.assert_array_equal(one, other)
