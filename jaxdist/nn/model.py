@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.alike import stacked
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention.cache import run_cached
 from jaxdist.nn.embedding import PositionEmbed
@@ -307,10 +308,13 @@ def _logits(head: Any, h: jax.Array, embed: Any) -> jax.Array:
 
 def _drawn(build: Callable[[nnx.Rngs], Any], param_dtype: Any, key: jax.Array) -> PyTree:
     """The parameters of the module that is built with this key."""
-    module = build(nnx.Rngs(key))
-    blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[_pure(block) for block in module.blocks])
-    params = {"embed": _pure(module.embed), "blocks": blocks, "head": _pure(module.head)}
-    return jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
+
+    def draw(key: jax.Array) -> tuple[list[PyTree], PyTree]:
+        module = build(nnx.Rngs(key))
+        return [_pure(block) for block in module.blocks], {"embed": _pure(module.embed), "head": _pure(module.head)}
+
+    blocks, ends = stacked(draw, key)
+    return jax.tree.map(lambda leaf: leaf.astype(param_dtype), {**ends, "blocks": blocks})
 
 
 def _parts_of_logits(head: Any, head_def: Any, embedding: Callable[[PyTree], Any]) -> dict[str, Any]:

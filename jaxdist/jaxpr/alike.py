@@ -1,0 +1,154 @@
+"""Parts of a program that differ in numbers alone, computed as one: how the blocks of a model are drawn.
+
+The blocks of a model are made one after the other, each with keys from the same stream. As one program that is as many
+times what a block takes: for 24 blocks XLA compiled for 42 s on a machine with an H200. The blocks' programs are the
+same operations on other counts of the stream. So one of them runs, by `jax.vmap`, on all counts at once, and gives the
+same numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxdist.jaxpr.evaluate import apply
+from jaxdist.specs import PyTree
+
+
+class _Value:
+    """A value of the program. Equal only to itself, and a leaf of trees."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Result(_Value):
+    """The result `index` of an equation on these operands."""
+
+    equation: Any
+    index: int
+    operands: tuple[_Value, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Array(_Value):
+    """What is there before the program runs: a tracer, an array, or a number that it computes from constants alone."""
+
+    array: Any
+
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.array, np.ndarray) and not self.array.shape
+
+
+@dataclass(frozen=True, eq=False)
+class _Numbers(_Value):
+    """The place of a number that each part has another of."""
+
+    index: int
+
+
+class _DifferentError(Exception):
+    """Parts are not the same operations."""
+
+
+def stacked(function: Callable[..., tuple[Sequence[PyTree], PyTree]], *args: Any) -> tuple[PyTree, PyTree]:
+    """(parts, others) that function(*args) returns, with the parts, trees of equal structure, stacked leaf by leaf."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    results = _results(jaxpr, [_Array(leaf) for leaf in jax.tree.leaves(args)])
+    parts, others = jax.tree.unflatten(jax.tree.structure(shapes), results)
+    done: dict[int, Any] = {}
+    leaves = zip(*map(jax.tree.leaves, parts), strict=True)
+    columns = [_stack(column, done) for column in leaves]
+    return (
+        jax.tree.unflatten(jax.tree.structure(parts[0]), columns),
+        jax.tree.map(lambda each: _run(each, [], done), others),
+    )
+
+
+def _results(jaxpr: Any, args: Sequence[_Value]) -> list[_Value]:
+    """The results of a program, of which only numbers are computed yet."""
+    found: dict[Any, _Value] = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    found |= {var: _Array(const) for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)}
+
+    def value(atom: Any) -> _Value:
+        return _Array(np.asarray(atom.val)) if isinstance(atom, Literal) else found[atom]
+
+    for equation in jaxpr.jaxpr.eqns:
+        operands = tuple(map(value, equation.invars))
+        numbers = [each.array for each in operands if isinstance(each, _Array) and each.is_number]
+        if len(numbers) == len(operands) and all(_is_small(out.aval) for out in equation.outvars):
+            with jax.ensure_compile_time_eval():
+                results: list[_Value] = [_Array(np.asarray(each)) for each in apply(equation, numbers)]
+        else:
+            results = [_Result(equation, i, operands) for i in range(len(equation.outvars))]
+        found |= dict(zip(equation.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.jaxpr.outvars]
+
+
+def _is_small(aval: Any) -> bool:
+    return not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _stack(column: Sequence[_Value], done: dict[int, Any]) -> jax.Array:
+    """The stack of one leaf of all parts."""
+    numbers: list[np.ndarray] = []
+    try:
+        one = _aligned(column, numbers, {})
+    except _DifferentError:
+        return jnp.stack([_run(each, [], done) for each in column])
+    if not numbers:
+        value = _run(one, [], done)
+        return jnp.broadcast_to(value, (len(column), *value.shape))
+    return jax.vmap(lambda own: _run(one, own, {}))([jnp.asarray(each) for each in numbers])
+
+
+def _aligned(column: Sequence[_Value], numbers: list[np.ndarray], done: dict[Any, _Value]) -> _Value:
+    """The value that stands for all, with places for the numbers in which they differ. Raises `_DifferentError`."""
+    first, key = column[0], tuple(column)
+    if all(each is first for each in column):
+        return first
+    if key not in done:
+        own = [each.array for each in column if isinstance(each, _Array) and each.is_number]
+        results = [each for each in column if isinstance(each, _Result)]
+        if len(own) == len(column) and len({each.dtype for each in own}) == 1:
+            done[key] = first
+            if any(each != own[0] for each in own):
+                numbers.append(np.stack(own))
+                done[key] = _Numbers(len(numbers) - 1)
+        elif len(results) == len(column) and all(_same_operation(results[0], each) for each in results):
+            operands = zip(*(each.operands for each in results), strict=True)
+            aligned = tuple(_aligned(each, numbers, done) for each in operands)
+            done[key] = replace(results[0], operands=aligned)
+        else:
+            raise _DifferentError
+    return done[key]
+
+
+def _same_operation(one: _Result, other: _Result) -> bool:
+    a, b = one.equation, other.equation
+    same = a.primitive is b.primitive and one.index == other.index and len(one.operands) == len(other.operands)
+    return (
+        same and a.params.keys() == b.params.keys() and all(_same(a.params[name], b.params[name]) for name in a.params)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two parameters of an equation are the same. Functions and programs are so if they are one object."""
+    return one is other or (not isinstance(one, np.ndarray | jax.Array) and bool(one == other))
+
+
+def _run(value: _Value, numbers: Sequence[jax.Array], done: dict[int, Any]) -> Any:
+    """The array of a value. done: the results of equations, by the identity of the operands, which it keeps alive."""
+    if isinstance(value, _Numbers):
+        return numbers[value.index]
+    if isinstance(value, _Array):
+        return value.array
+    assert isinstance(value, _Result)
+    key = id(value.operands) if value.operands else id(value.equation)
+    if key not in done:
+        operands = [_run(each, numbers, done) for each in value.operands]
+        done[key] = value, apply(value.equation, operands)
+    return done[key][1][value.index]
