@@ -93,6 +93,38 @@ def test_no_gradient_is_scattered_on_gpus(chunk: int, monkeypatch: pytest.Monkey
     assert "dot_general" in text and "scatter" not in text
 
 
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_gpus_read_the_logits_once(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reduction gives the largest and the sum. The results are those of two, of large logits and of -inf too."""
+    rng = np.random.default_rng(5)
+    split = P(None, None, "tensor") if tensor > 1 else P()
+    weights = rng.normal(size=(2, 6))
+
+    def results(logits: np.ndarray, targets: np.ndarray) -> tuple[Any, ...]:
+        def loss(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+            losses = vocab_cross_entropy(logits, jnp.asarray(targets))
+            return (losses * weights).sum(), losses
+
+        region = jax.shard_map(
+            jax.grad(loss, has_aux=True), mesh=make_mesh(tensor=tensor), in_specs=split, out_specs=(split, P())
+        )
+        return jax.jit(region)(logits)
+
+    with jax.enable_x64(True):
+        logits = rng.normal(size=(2, 6, 32))
+        logits[0, 0], logits[0, 1, :16], logits[1] = logits[0, 0] * 1e4, -np.inf, logits[1] - 1e5
+        targets = rng.integers(16, 32, (2, 6)).astype(np.int32)
+        want = results(logits, targets)
+        monkeypatch.setattr("jaxdist.nn.embedding.traced_for_gpus", lambda: True)
+        jax.clear_caches()
+        got = results(logits, targets)
+        text = str(jax.make_jaxpr(lambda logits: results(logits, targets))(logits))
+    for one, other in zip(got, want, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+    assert "reduce_max" not in text
+
+
 def test_the_gradient_of_a_bias_of_the_logits() -> None:
     """In bf16 too it is that of whole logits, summed over chunks in fp32."""
     rng = np.random.default_rng(2)
