@@ -15,7 +15,7 @@ from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.precision.policy import accumulation_dtype
 
-Activation = Callable[[jax.Array], jax.Array]
+Nonlinearity = Callable[[jax.Array], jax.Array]
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -41,21 +41,21 @@ def swiglu(x: jax.Array) -> jax.Array:
     return jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
 
 
-ACTIVATIONS: dict[str, Activation] = {"gelu": gelu, "gelu_erf": gelu_erf, "swiglu": swiglu}
+NONLINEARITIES: dict[str, Nonlinearity] = {"gelu": gelu, "gelu_erf": gelu_erf, "swiglu": swiglu}
 
 
 def activation(y: jax.Array, kind: str, bias: jax.Array | None = None) -> jax.Array:
     """The activation of y + bias, computed in at least fp32, in the dtype of y. Without derivatives by `jax.jvp`.
 
-    y: [..., F], or [..., 2, F] for "swiglu". kind: of `ACTIVATIONS`. bias: like y without its leading dims, or None.
+    y: [..., F], or [..., 2, F] for "swiglu". kind: of `NONLINEARITIES`. bias: like y without its leading dims, or None.
     """
     if bias is not None:
         bias = to_varying(bias.astype(accumulation_dtype(y.dtype)), varying_axes(y))
-    return _activation(ACTIVATIONS[kind], y, bias)
+    return _activation(NONLINEARITIES[kind], y, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activation(function: Activation, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _activation(function: Nonlinearity, y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return function(_biased(y, bias)).astype(y.dtype)
 
 
@@ -64,13 +64,13 @@ def _biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return wide if bias is None else wide + bias
 
 
-def _forward(function: Activation, y: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, Any]:
+def _forward(function: Nonlinearity, y: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, Any]:
     # Nothing else is kept. JAX's own gradient keeps another array of this size, the tanh, which takes a GPU longer to
     # write and read than to compute again; and with a bias inside, y + bias is no array at all.
     return _activation(function, y, bias), (y, bias)
 
 
-def _backward(function: Activation, saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def _backward(function: Nonlinearity, saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     y, bias = saved
     wide = _biased(y, bias)
     # Times a 1 that the compiler does not know, or it would keep what the forward pass has computed after all.

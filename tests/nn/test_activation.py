@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import make_mesh
 from jaxdist.nn.attention.layers import _split
-from jaxdist.nn.mlp import ACTIVATIONS, activation
+from jaxdist.nn.mlp import NONLINEARITIES, activation
 
 FIRST_PASS = {"gelu": "tanh", "gelu_erf": "erf", "swiglu": "exponential"}  # the costly operation of each
-kinds = pytest.mark.parametrize("kind", ACTIVATIONS)
+kinds = pytest.mark.parametrize("kind", NONLINEARITIES)
 
 
 def plain(y: jax.Array, kind: str, bias: Any = None) -> jax.Array:
@@ -77,7 +77,7 @@ def test_nothing_but_the_product_is_kept(kind: str) -> None:
         text = both.lower(y).compile().as_text()
         return text.count(f" {FIRST_PASS[kind]}(")
 
-    assert times(activation) == 2 * times(lambda y, kind, bias: ACTIVATIONS[kind](y + bias)) > 0
+    assert times(activation) == 2 * times(lambda y, kind, bias: NONLINEARITIES[kind](y + bias)) > 0
 
 
 def test_queries_keys_and_values_have_the_gradient_of_slices() -> None:
