@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist import registry
-from jaxdist.config.checks import default_remat, prefetches
+from jaxdist.config.checks import default_remat, prefetches, unrolls
 from jaxdist.config.entries import ModelFacts, bound
 from jaxdist.config.resolve import has_cuda_plugin
 from jaxdist.config.rules.remat import AUTO
@@ -233,6 +233,8 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
     if not isinstance(model, ModelDef) and config.memory.remat == AUTO:  # its module need not say that it is a loss
         options = replace(options, remat="none")
     if isinstance(model, ModelDef):
+        if unrolls(config, gpu=bool(cuda_capability(config, mesh))):
+            model = model._replace(scan_blocks=0)
         order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
     optimizer = optimizer_of(config, order.tolist())
     step, teaching = make_train_step(model, optimizer, mesh, options), None

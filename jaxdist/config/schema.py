@@ -22,6 +22,7 @@ from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 
 _NONE: Any = None
+_ONE: Any = 1
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ModelConfig(Section):
 
     # jaxdist reads these of every model. The values here are those of a model without such keys.
     layers = vocab = loss_chunk = _NONE
-    scan_blocks = 1
+    scan_blocks = _ONE
 
     if TYPE_CHECKING:
 

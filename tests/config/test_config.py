@@ -209,7 +209,12 @@ def test_round_trip_of_text_that_looks_otherwise(prompt: str) -> None:
 def test_defaults_of_a_model() -> None:
     gpt2, llama = ModelConfig().resolved(), ModelConfig(style="llama", width=100, heads=5).resolved()
     for model in (gpt2, llama):
-        assert [key for key, value in asdict(model).items() if value is None] == ["from_", "window", "loss_chunk"]
+        assert [key for key, value in asdict(model).items() if value is None] == [
+            "from_",
+            "window",
+            "scan_blocks",
+            "loss_chunk",
+        ]
     assert (gpt2.kv_heads, gpt2.mlp_width, gpt2.positions, gpt2.norm, gpt2.mlp) == (
         4,
         512,

@@ -9,12 +9,15 @@ import jax
 import pytest
 from child import ROOT
 
-from jaxdist.config.checks import prefetches
+from jaxdist import build
+from jaxdist.build import assemble
+from jaxdist.config.checks import prefetches, unrolls
 from jaxdist.config.load import load_config
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.config.schema import Config, DevicesConfig, MeshConfig, ParallelConfig, XlaConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
+from jaxdist.mesh import abstract_mesh
 from jaxdist.runtime import compiler
 from jaxdist.runtime.compiler import (
     DETERMINISTIC,
@@ -183,6 +186,45 @@ def test_zero3_prefetches_on_gpus_unless_something_excludes_it(changes: str, wan
     assert prefetches(chosen, gpu=True) is want and not prefetches(chosen, gpu=False)
     asked = replace(chosen, parallel=replace(chosen.parallel, prefetch=1))
     assert prefetches(asked, gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ("", True),
+        ("mesh.fsdp=4 mesh.data=2", True),
+        ("parallel.strategy=ddp model.layers=32", True),
+        ("parallel.strategy=zero3 mesh.fsdp=1 mesh.data=8", True),  # whole on each
+        ("parallel.microbatches=2 memory.remat=none", True),
+        ("parallel.strategy=zero3", False),
+        ("model.layers=33", False),
+        ("mesh.fsdp=4 mesh.tensor=2", False),
+        ("parallel.schedule=gpipe mesh.pipe=2 mesh.fsdp=4", False),
+        ("memory.remat=sqrt", False),
+        ("parallel.grad_sync.deterministic=true optimizer.name=adamw", False),
+        ("model.scan_blocks=1", False),
+        ("model={name: resnet}; data={source: digits}", False),
+    ],
+)
+def test_few_blocks_have_no_loop_on_gpus_unless_something_excludes_it(changes: str, want: bool) -> None:
+    usual = ("mesh.data=1", "mesh.tensor=1", "mesh.fsdp=8", "parallel.strategy=zero2")
+    chosen = load_config(
+        ROOT / "configs" / "quickstart.yaml", [*usual, *(changes.split("; ") if "; " in changes else changes.split())]
+    )
+    assert unrolls(chosen, gpu=True) is want and not unrolls(chosen, gpu=False)
+
+
+@pytest.mark.parametrize(("given", "on_gpus"), [("null", 0), ("1", 1), ("2", 2)])
+def test_an_assembled_model_has_the_loop_that_is_chosen(
+    given: str, on_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = load_config(
+        ROOT / "configs" / "quickstart.yaml", ["mesh={data: 1, fsdp: 1, tensor: 1}", f"model.scan_blocks={given}"]
+    )
+    mesh = abstract_mesh()
+    assert assemble(chosen, mesh).model.scan_blocks == (on_gpus or 1)
+    monkeypatch.setattr(build, "has_cuda_plugin", lambda: True)
+    assert assemble(chosen, mesh).model.scan_blocks == on_gpus
 
 
 def test_a_level_that_was_set_stays(level: None, env: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def check_prefetched(remat: Remat) -> None:
         )
 
 
-def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int = 0, deterministic: bool = False) -> None:
+def check_unrolled(scan_blocks: int | None, remat: Remat, *, prefetch: int = 0, deterministic: bool = False) -> None:
     """Raise `UserError` for loops over blocks that are not unrolled: those of prefetching and of "sqrt" are arranged by
     hand, and without a loop the compiler may round otherwise in other layouts."""
     for key, has in (
@@ -55,7 +55,7 @@ def check_unrolled(scan_blocks: int, remat: Remat, *, prefetch: int = 0, determi
         (f"{REMAT} 'sqrt'", remat == "sqrt"),
         ("parallel.grad_sync.deterministic", deterministic),
     ):
-        if scan_blocks != 1 and has:
+        if scan_blocks not in (None, 1) and has:
             raise UserError(f"model.scan_blocks: {scan_blocks} does not go with {key}; allowed with it: 1")
 
 

@@ -25,8 +25,9 @@ def attention_setting() -> Any:
 def scan_blocks_setting() -> Any:
     """The key `scan_blocks`."""
     return setting(
-        1,
-        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less",
+        None,
+        "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less; null: 0 on"
+        " GPUs for up to 32 blocks, if parameters are whole and nothing excludes it, else 1: docs/compiler.md",
         at_least=0,
         how=True,
     )

@@ -38,7 +38,7 @@ class Options(ModelConfig):
     dropout: float = setting(0.1, "probability of dropping an activation in training", at_least=0, below=1)
     norm_eps: float = setting(1e-12, "added to the variance in normalisation", above=0)
     attention: str = attention_setting()
-    scan_blocks: int = scan_blocks_setting()
+    scan_blocks: int | None = scan_blocks_setting()
     loss_chunk: int | None = loss_chunk_setting()
 
     def resolved(self) -> Self:

@@ -66,7 +66,7 @@ class Options(ModelConfig):
     rope_high: float = setting(4.0, "wavelengths below rope_positions / rope_high are kept (llama3)", above=0)
     rope_positions: int = setting(8192, "positions that the model was trained on first (llama3)", at_least=1)
     attention: str = attention_setting()
-    scan_blocks: int = scan_blocks_setting()
+    scan_blocks: int | None = scan_blocks_setting()
     loss_chunk: int | None = loss_chunk_setting()
     position_losses: int = setting(
         0,

@@ -75,7 +75,7 @@ def units_of(config: Config, known: Known) -> UnitMemory:
     stacked = jax.tree.leaves(known.model(config).shapes[STACKED])[0].shape[0]
     blocks = stacked // (mesh.pipe * parallel.chunks)  # of a stage or chunk: with unequal ones, the largest
     # Of a pipeline any number of blocks is a line through two; but not where some of them are run together.
-    together = config.memory.remat == "sqrt" or getattr(config.model, "scan_blocks", 1) != 1
+    together = config.memory.remat == "sqrt" or getattr(config.model, "scan_blocks", 1) not in (None, 1)
     counts = BLOCKS if mesh.pipe > 1 and not together else (blocks,)
     key = ("units", *how, config.memory.remat, mesh.pipe > 1, counts, split)
 
