@@ -80,10 +80,21 @@ def test_nothing_but_the_product_is_kept(kind: str) -> None:
     assert times(activation) == 2 * times(lambda y, kind, bias: NONLINEARITIES[kind](y + bias)) > 0
 
 
-def test_queries_keys_and_values_have_the_gradient_of_slices() -> None:
-    qkv = jax.random.normal(jax.random.key(0), (2, 3, 2, 5, 4))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [4, 3])
+def test_queries_keys_and_values_have_the_gradients_of_slices(dtype: Any, width: int) -> None:
+    """The second one too: numbers of two bytes are copied as halves of others, which have no derivative."""
+    qkv = jax.random.normal(jax.random.key(0), (2, 3, 2, 5, width), dtype)
     slices = lambda qkv: (qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :])  # noqa: E731
-    weights = slices(jax.random.normal(jax.random.key(1), qkv.shape))
-    (got, pull), (want, plain_pull) = (jax.vjp(each, qkv) for each in (_split, slices))
-    for one, other in zip((*got, *pull(weights)), (*want, *plain_pull(weights)), strict=True):
+    weights = slices(jax.random.normal(jax.random.key(1), qkv.shape, dtype))
+
+    def gradients(split: Any) -> Any:
+        def loss(qkv: jax.Array) -> jax.Array:
+            return sum((part**3 * weight).sum() for part, weight in zip(split(qkv), weights, strict=True))
+
+        first = jax.grad(loss)
+        return split(qkv), first(qkv), jax.grad(lambda qkv: (first(qkv) ** 2).sum())(qkv)
+
+    for one, other in zip(*map(jax.tree.leaves, (gradients(_split), gradients(slices))), strict=True):
+        assert np.any(one)
         np.testing.assert_array_equal(one, other)

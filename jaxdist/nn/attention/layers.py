@@ -60,14 +60,22 @@ def _split(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
 
-def _joined(_: None, grads: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array]:
-    q, k, v = grads
-    joined = jnp.concatenate((q, k[..., None, :], v[..., None, :]), axis=-2)
+@jax.custom_vjp
+def _join(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The inverse of `_split`."""
+    parts = q, k[..., None, :], v[..., None, :]
+    if q.dtype.itemsize == 2 and q.shape[-1] % 2 == 0:  # XLA:GPU copies numbers of 4 bytes 1.6 times as fast
+        pairs = (lax.bitcast_convert_type(each.reshape(*each.shape[:-1], -1, 2), jnp.uint32) for each in parts)
+        joined = lax.bitcast_convert_type(jnp.concatenate(tuple(pairs), axis=-2), q.dtype)
+        joined = joined.reshape(*joined.shape[:-2], -1)
+    else:
+        joined = jnp.concatenate(parts, axis=-2)
     # XLA:GPU would join them in the kernel that sums the gradient of a bias, at half the speed of two kernels.
-    return (lax.optimization_barrier(joined),)
+    return lax.optimization_barrier(joined)
 
 
-_split.defvjp(lambda qkv: (_split(qkv), None), _joined)
+_split.defvjp(lambda qkv: (_split(qkv), None), lambda _, grads: (_join(*grads),))
+_join.defvjp(lambda *qkv: (_join(*qkv), None), lambda _, grad: _split(grad))
 
 
 def _check_kernel(kernel: str, dropout: float, context: str | None = None) -> None:
