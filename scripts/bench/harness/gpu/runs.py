@@ -24,8 +24,12 @@ ONE_GPU = (
     "precision.reduce_dtype=null",
     "data.global_batch=32",
 )
-UNROLLED = "memory.remat=dots model.scan_blocks=0"
-VARIANTS = ("memory.remat=full", "memory.remat=none", UNROLLED, f"{UNROLLED} model.loss_chunk=0")
+VARIANTS = (
+    "memory.remat=dots model.scan_blocks=1",
+    "memory.remat=full",
+    "memory.remat=none",
+    "memory.remat=none model.loss_chunk=0",
+)
 LARGE = ("model.width=2048", "data.seq_len=2048", "data.global_batch=8")
 LLAMA = (
     *LARGE,
@@ -160,7 +164,9 @@ def larger(tiny: bool) -> Iterator[dict[str, Any]]:
     """GPT-2 1.3 B and a Llama of 0.9 B, 8 x 2048 tokens, bf16 and float8."""
     out: dict[str, Any] = {}
     for name, settings in (("GPT-2 1.3 B", LARGE), ("Llama 0.9 B", LLAMA)):
-        for more in ("memory.remat=dots", UNROLLED, "memory.remat=dots precision.policy=fp8")[: 1 if tiny else None]:
+        for more in ("memory.remat=dots", "memory.remat=none", "memory.remat=dots precision.policy=fp8")[
+            : 1 if tiny else None
+        ]:
             out[f"{name}: {more}"] = _bench([*settings, *more.split()], tiny=tiny)
             yield out
 
@@ -193,7 +199,7 @@ def profile(tiny: bool) -> Iterator[dict[str, Any]]:
     from jaxdist.trainer.batches.load import load_data, loader_of
 
     out: dict[str, Any] = {}
-    for name, more in (("scanned", ()), ("unrolled", ("model.scan_blocks=0",))):
+    for name, more in (("scanned", ("model.scan_blocks=1",)), ("unrolled", ())):
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             _tokens(folder)
