@@ -73,7 +73,8 @@ def attention(
     seen_BT = None if seen_BT is None else seen_BT.astype(bool)
     batch, length, n, groups, width = q_BSnGK.shape
     wide = accumulation_dtype(q_BSnGK.dtype)
-    scores = einsum_fp32("BSnGK,BTnK->BnGST", q_BSnGK, k_BTnK) * width**-0.5
+    # Keys first: `jnp.einsum` then multiplies queries by keys, and S comes before T as in the result.
+    scores = einsum_fp32("BTnK,BSnGK->BnGST", k_BTnK, q_BSnGK) * width**-0.5
     # Masks are added: the backward pass of a `where` would keep a mask as large as the scores.
     lowest = jnp.finfo(wide).min
     hidden = _hidden(length, window, jnp.asarray(lowest, wide), positions) if causal else None
@@ -86,7 +87,7 @@ def attention(
     weights = jax.nn.softmax(scores if hidden is None else scores + hidden, axis=-1)
     by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
     weights = dropout_heads(by_head, keys_B, site=site, rate=dropout, split=split).reshape(weights.shape)
-    context = jnp.einsum("BnGST,BTnK->BSnGK", weights.astype(v_BTnK.dtype), v_BTnK)
+    context = jnp.einsum("BTnK,BnGST->BSnGK", v_BTnK, weights.astype(v_BTnK.dtype))
     return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal, window=window)
 
 
