@@ -48,7 +48,8 @@ class ModelDef(NamedTuple):
     stages: the number of blocks of each virtual stage, if these differ; else (). In the leaves of blocks each stage has
         as many rows as the largest; rows without a block are zeros. See `jaxdist.parallel.pipeline.stages`.
     fp8: whether linear layers multiply in float8. The precision of a step must have the same value.
-    scan_blocks: blocks in one round of the loop over blocks; 0: no loop.
+    scan_blocks: blocks in one round of the loop over blocks; 0: no loop; None: 1, and 0 for a run by a configuration on
+        GPUs that leaves `model.scan_blocks` open.
     columns: whether `embed` maps columns (the last dim) of its parameters to the same columns of h.
     collective_matmul: whether linear layers use `ppermute`, which may not be inside a condition.
     context: how attention goes over the mesh axis `context` ("all_to_all", "gather", "ring"); None: no layer uses it.
@@ -79,7 +80,7 @@ class ModelDef(NamedTuple):
     chunks: int = 1
     stages: tuple[int, ...] = ()
     fp8: bool = False
-    scan_blocks: int = 1
+    scan_blocks: int | None = None
     columns: bool = False
     collective_matmul: bool = False
     context: str | None = None

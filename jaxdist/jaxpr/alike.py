@@ -16,7 +16,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxdist.jaxpr.evaluate import apply
+from jaxdist.jaxpr.walk import every_equation
 from jaxdist.specs import PyTree
+
+_THREEFRY = str(jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype)
 
 
 class _Value:
@@ -55,8 +58,34 @@ class _DifferentError(Exception):
 
 
 def stacked(function: Callable[..., tuple[Sequence[PyTree], PyTree]], *args: Any) -> tuple[PyTree, PyTree]:
-    """(parts, others) that function(*args) returns, with the parts, trees of equal structure, stacked leaf by leaf."""
+    """(parts, others) that function(*args) returns, with the parts, trees of equal structure, stacked leaf by leaf.
+
+    The function runs as it is where one program for all might give something else: where it has effects, or draws by
+    keys that are not threefry's, of which `jax.vmap` may draw other numbers; and where it is too deep to follow.
+    """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    try:
+        if not _has_one_meaning(jaxpr):
+            return _one_by_one(*function(*args))
+        return _together(jaxpr, shapes, args)
+    except RecursionError:  # hundreds of operations in a row
+        return _one_by_one(*function(*args))
+
+
+def _one_by_one(parts: Sequence[PyTree], others: PyTree) -> tuple[PyTree, PyTree]:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts), others
+
+
+def _has_one_meaning(jaxpr: Any) -> bool:
+    """Whether a program gives the same for many operands at once."""
+    equations = [site.equation for site in every_equation(jaxpr.jaxpr)]
+    dtypes = [atom.aval.dtype for each in equations for atom in each.invars if hasattr(atom.aval, "dtype")]
+    keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
+    drawn = any(each.primitive.name == "rng_bit_generator" for each in equations)
+    return not jaxpr.effects and not drawn and all(str(dtype) == _THREEFRY for dtype in keys)
+
+
+def _together(jaxpr: Any, shapes: Any, args: Sequence[Any]) -> tuple[PyTree, PyTree]:
     results = _results(jaxpr, [_Array(leaf) for leaf in jax.tree.leaves(args)])
     parts, others = jax.tree.unflatten(jax.tree.structure(shapes), results)
     done: dict[int, Any] = {}
@@ -79,7 +108,7 @@ def _results(jaxpr: Any, args: Sequence[_Value]) -> list[_Value]:
     for equation in jaxpr.jaxpr.eqns:
         operands = tuple(map(value, equation.invars))
         numbers = [each.array for each in operands if isinstance(each, _Array) and each.is_number]
-        if len(numbers) == len(operands) and all(_is_small(out.aval) for out in equation.outvars):
+        if operands and len(numbers) == len(operands) and all(_is_small(out.aval) for out in equation.outvars):
             with jax.ensure_compile_time_eval():
                 results: list[_Value] = [_Array(np.asarray(each)) for each in apply(equation, numbers)]
         else:
@@ -115,7 +144,7 @@ def _aligned(column: Sequence[_Value], numbers: list[np.ndarray], done: dict[Any
         results = [each for each in column if isinstance(each, _Result)]
         if len(own) == len(column) and len({each.dtype for each in own}) == 1:
             done[key] = first
-            if any(each != own[0] for each in own):
+            if len({each.tobytes() for each in own}) > 1:  # so that -0.0 is not 0.0
                 numbers.append(np.stack(own))
                 done[key] = _Numbers(len(numbers) - 1)
         elif len(results) == len(column) and all(_same_operation(results[0], each) for each in results):
@@ -136,8 +165,13 @@ def _same_operation(one: _Result, other: _Result) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two parameters of an equation are the same. Functions and programs are so if they are one object."""
-    return one is other or (not isinstance(one, np.ndarray | jax.Array) and bool(one == other))
+    """Whether two parameters of an equation are the same. Functions, programs and arrays are so if they are one
+    object."""
+    if one is other:
+        return True
+    if any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves((one, other))):
+        return False
+    return type(one) is type(other) and bool(one == other)
 
 
 def _run(value: _Value, numbers: Sequence[jax.Array], done: dict[int, Any]) -> Any:

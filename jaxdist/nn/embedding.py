@@ -142,7 +142,7 @@ def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Arr
 
     A target outside the vocabulary gives nan.
     """
-    on_gpus = traced_for_gpus()
+    logits_BSV, on_gpus = logits_BSV.astype(accumulation_dtype(logits_BSV.dtype)), traced_for_gpus()
     if on_gpus:
         own_peak, own_total = _sum_of_exponentials(logits_BSV)
         own_peak = lax.stop_gradient(own_peak)
@@ -161,8 +161,7 @@ def vocab_cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Arr
     return jnp.log(total) + peak - target + elsewhere
 
 
-@jax.custom_vjp
-def _sum_of_exponentials(logits_BSV: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _peak_and_sum(logits_BSV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(peak, sum of exp(logits - peak)) over V, both [B, S], by reading the logits once (Milakov and Gimelshein 2018,
     Online normalizer calculation for softmax). The peak counts as a constant: what is computed from both must not
     depend on it. On one H200, of [32768, 50304] in fp32: 2.3 ms in place of 3.1."""
@@ -177,8 +176,11 @@ def _sum_of_exponentials(logits_BSV: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.reduce((logits_BSV, jnp.ones_like(logits_BSV)), start, both, (logits_BSV.ndim - 1,))
 
 
+_sum_of_exponentials = jax.custom_vjp(_peak_and_sum)
+
+
 def _sum_forward(logits_BSV: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    peak, total = _sum_of_exponentials(logits_BSV)
+    peak, total = _peak_and_sum(logits_BSV)
     return (peak, total), (logits_BSV, peak)
 
 

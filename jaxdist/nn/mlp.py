@@ -1,6 +1,5 @@
 """The feed-forward half of a transformer block: column-parallel, nonlinearity, row-parallel."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -50,13 +49,16 @@ def activation(y: jax.Array, kind: str, bias: jax.Array | None = None) -> jax.Ar
     y: [..., F], or [..., 2, F] for "swiglu". kind: of `NONLINEARITIES`. bias: like y without its leading dims, or None.
     """
     if bias is not None:
-        bias = to_varying(bias.astype(accumulation_dtype(y.dtype)), varying_axes(y))
+        bias = bias.astype(accumulation_dtype(y.dtype))
+        y, bias = to_varying((y, bias), varying_axes(y) | varying_axes(bias))
     return _activation(NONLINEARITIES[kind], y, bias)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activation(function: Nonlinearity, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _of_biased(function: Nonlinearity, y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return function(_biased(y, bias)).astype(y.dtype)
+
+
+_activation = jax.custom_vjp(_of_biased, nondiff_argnums=(0,))
 
 
 def _biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -67,7 +69,7 @@ def _biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _forward(function: Nonlinearity, y: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, Any]:
     # Nothing else is kept. JAX's own gradient keeps another array of this size, the tanh, which takes a GPU longer to
     # write and read than to compute again; and with a bias inside, y + bias is no array at all.
-    return _activation(function, y, bias), (y, bias)
+    return _of_biased(function, y, bias), (y, bias)
 
 
 def _backward(function: Nonlinearity, saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -348,8 +348,7 @@ def model_def(
             logits over the whole vocabulary, if text is to be sampled; and a method metrics(h, batch, embed | None) ->
             {"accuracy": (sum, weight)}, if evaluations are to have more; and, to be distilled, features and vocabulary.
     param_dtype: the dtype of all parameters.
-    lora: adapters of linear layers, see `jaxdist.nn.lora`. tied, columns, rows: see `ModelDef`.
-    scan_blocks: see `ModelDef`; None: 1.
+    lora: adapters of linear layers, see `jaxdist.nn.lora`. tied, scan_blocks, columns, rows: see `ModelDef`.
 
     Raises `UserError` for a module without such parts, with state that is no parameter, or with blocks that are not
     uniform: they are stacked and scanned over.
@@ -382,7 +381,7 @@ def model_def(
         logits=lambda params, embed, h: _logits(nnx.merge(head_def, params), h, embedding(embed)),
         tied=tied,
         columns=columns,
-        scan_blocks=1 if scan_blocks is None else scan_blocks,
+        scan_blocks=scan_blocks,
         rows=rows and _reads(f"rows of {name(skeleton)}", rows, 0),
         **_optional(skeleton, head_def, embedding, of_head, block_of),
     )

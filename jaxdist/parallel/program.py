@@ -133,7 +133,7 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
         runner = SegmentedBlocks(one)
         run_blocks = differentiable(runner)
     else:
-        unroll = model.scan_blocks
+        unroll = 1 if model.scan_blocks is None else model.scan_blocks
         # A pipeline keeps the residuals of several microbatches: no parameters among them, and no constants.
         kept = rematerialise(one.block, options.remat, gathers=True, in_scan=unroll == 1, constants=False)
         runner = ScannedBlocks(one._replace(block=kept), unroll)

@@ -48,7 +48,23 @@ def pairs(key: jax.Array) -> tuple[list[Any], Any]:
     return [{"first": a, "where": b} for a, b in parts], None
 
 
-@pytest.mark.parametrize("function", [drawn, unlike, same, pairs])
+def numbers(key: jax.Array) -> tuple[list[Any], Any]:
+    """Parts that differ in the sign of a zero, and in not being a number."""
+    return [{"w": jnp.full((2,), value)} for value in (0.0, -0.0, np.nan)], None
+
+
+def deep(key: jax.Array) -> tuple[list[Any], Any]:
+    """Parts of more operations in a row than Python has frames."""
+    parts = []
+    for i in range(2):
+        value = jax.random.normal(jax.random.fold_in(key, i), (2,))
+        for _ in range(1200):
+            value = value * 1.001
+        parts.append({"w": value})
+    return parts, None
+
+
+@pytest.mark.parametrize("function", [drawn, unlike, same, pairs, numbers, deep])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_it_gives_what_the_program_gives(function: Function, wrap: Any) -> None:
     def plain(key: jax.Array) -> Any:
@@ -61,10 +77,27 @@ def test_it_gives_what_the_program_gives(function: Function, wrap: Any) -> None:
         assert one.dtype == other.dtype
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
-        np.testing.assert_array_equal(one, other)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def test_one_program_draws_all_parts() -> None:
     jaxpr = jax.make_jaxpr(lambda key: stacked(drawn, key))(KEY).jaxpr
     names = [site.equation.primitive.name for site in every_equation(jaxpr)]
     assert names.count("random_bits") == 3  # w, v and last; of four parts one by one it would be 9
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_that_vmap_would_draw_otherwise_from_are_drawn_from_one_by_one(impl: str) -> None:
+    parts, _ = stacked(drawn, jax.random.key(0, impl=impl))
+    want = jnp.stack([part["w"] for part in drawn(jax.random.key(0, impl=impl))[0]])
+    np.testing.assert_array_equal(parts["w"], want)
+
+
+def test_effects_of_parts_stay(capfd: pytest.CaptureFixture[str]) -> None:
+    def printed(key: jax.Array) -> tuple[list[Any], Any]:
+        jax.debug.print("drawn")
+        return drawn(key)
+
+    jax.block_until_ready(jax.jit(lambda key: stacked(printed, key))(KEY))
+    jax.effects_barrier()
+    assert "drawn" in capfd.readouterr().out

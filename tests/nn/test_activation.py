@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import make_mesh
-from jaxdist.nn.attention.layers import _split
+from jaxdist.nn.attention.layers import _join, _split
 from jaxdist.nn.mlp import NONLINEARITIES, activation
 
 FIRST_PASS = {"gelu": "tanh", "gelu_erf": "erf", "swiglu": "exponential"}  # the costly operation of each
@@ -69,8 +69,9 @@ def test_bf16_is_rounded_once(kind: str) -> None:
 def test_nothing_but_the_product_is_kept(kind: str) -> None:
     """And the compiler computes the rest a second time, where both passes are one program."""
     y, bias = inputs(kind)
-    kept = jax.tree.leaves(jax.vjp(lambda *given: activation(given[0], kind, given[1]), y, bias)[1])
-    assert sum(each.size for each in kept) == y.size + bias.size
+    narrow = y.astype(jnp.bfloat16)
+    kept = jax.tree.leaves(jax.vjp(lambda *given: activation(given[0], kind, given[1]), narrow, bias)[1])
+    assert sum(each.nbytes for each in kept) == narrow.nbytes + bias.nbytes
 
     def times(function: Any) -> int:
         both = jax.jit(jax.value_and_grad(lambda y: (function(y, kind, bias) ** 2).sum()))
@@ -78,6 +79,37 @@ def test_nothing_but_the_product_is_kept(kind: str) -> None:
         return text.count(f" {FIRST_PASS[kind]}(")
 
     assert times(activation) == 2 * times(lambda y, kind, bias: NONLINEARITIES[kind](y + bias)) > 0
+
+
+@kinds
+def test_second_derivatives(kind: str) -> None:
+    with jax.enable_x64(True):
+        y, bias = inputs(kind)
+        second = [
+            jax.hessian(lambda y, function=function: function(y, kind, bias).sum())(y[0, 0])
+            for function in (activation, plain)
+        ]
+    np.testing.assert_allclose(*second, rtol=1e-10, atol=1e-10)
+
+
+def test_a_bias_may_vary_over_other_axes_than_the_product() -> None:
+    def gradients(y: jax.Array, bias: jax.Array) -> Any:
+        total = lambda *given: jax.lax.psum(activation(given[0], "gelu", given[1]).sum(), ("data", "tensor"))  # noqa: E731
+        return jax.grad(total, argnums=(0, 1))(y, bias)
+
+    y, bias = inputs("gelu")
+    specs, mesh = (P("data"), P("tensor")), make_mesh(data=2, tensor=4)
+    got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs))(y, jnp.tile(bias, 4))
+    want = jax.grad(lambda y: 4 * plain(y, "gelu", bias).sum())(y)
+    np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_split_has_second_derivatives(joined: bool) -> None:
+    split = (lambda qkv: _join(*_split(qkv))) if joined else _split
+    loss = lambda qkv: sum((part**3).sum() for part in jax.tree.leaves(split(qkv)))  # noqa: E731
+    qkv = jax.random.normal(jax.random.key(0), (1, 1, 1, 3, 2))
+    np.testing.assert_allclose(jax.hessian(loss)(qkv).reshape(6, 6), np.diag(6 * qkv.reshape(6)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -99,3 +99,21 @@ def test_second_derivatives() -> None:
             for norm in (normalize, formula)
         ]
     np.testing.assert_allclose(*second, rtol=1e-10, atol=1e-10)
+
+
+@kinds
+def test_parameters_may_vary_over_other_axes_than_the_input(centred: bool, bias: bool) -> None:
+    def gradients(*given: Any) -> Any:
+        total = lambda *given: jax.lax.psum(  # noqa: E731
+            jnp.sin(normalize(*given, centred=centred, eps=1e-2)).sum(), ("data", "tensor") if bias else "data"
+        )
+        return jax.grad(total, argnums=(0, 1, 2))(*given)
+
+    with jax.enable_x64(True):
+        x, scale, shift = inputs(bias)
+        specs = P("data"), P(), P("tensor")
+        region = jax.shard_map(gradients, mesh=make_mesh(data=2, tensor=4), in_specs=specs, out_specs=specs)
+        got = jax.jit(region)(x, scale, None if shift is None else jnp.tile(shift, 4))
+        copies = 4 if bias else 1
+        want = jax.grad(lambda x: copies * jnp.sin(formula(x, scale, shift, centred=centred, eps=1e-2)).sum())(x)
+    np.testing.assert_allclose(got[0], want, rtol=1e-11, atol=1e-11)

@@ -125,6 +125,20 @@ def test_gpus_read_the_logits_once(tensor: int, monkeypatch: pytest.MonkeyPatch)
     assert "reduce_max" not in text
 
 
+@pytest.mark.parametrize("on_gpus", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_logits_of_half_precision_are_summed_in_fp32(
+    on_gpus: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head of one's own. In bf16 a sum of ones would stop growing at 256."""
+    monkeypatch.setattr("jaxdist.nn.embedding.traced_for_gpus", lambda: on_gpus)
+    loss = lambda logits: vocab_cross_entropy(logits, jnp.zeros((1, 2), jnp.int32)).sum()  # noqa: E731
+    region = jax.shard_map(jax.value_and_grad(loss), mesh=make_mesh(), in_specs=P(), out_specs=P())
+    total, grad = jax.jit(region)(jnp.zeros((1, 2, 50304), dtype))
+    assert float(total) == pytest.approx(2 * np.log(50304), rel=1e-6)
+    assert float(grad[0, 0, 0]) == pytest.approx(-1, abs=1e-2) and grad.dtype == dtype
+
+
 def test_the_gradient_of_a_bias_of_the_logits() -> None:
     """In bf16 too it is that of whole logits, summed over chunks in fp32."""
     rng = np.random.default_rng(2)

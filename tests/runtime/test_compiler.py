@@ -214,15 +214,15 @@ def test_few_blocks_have_no_loop_on_gpus_unless_something_excludes_it(changes: s
     assert unrolls(chosen, gpu=True) is want and not unrolls(chosen, gpu=False)
 
 
-@pytest.mark.parametrize(("given", "on_gpus"), [("null", 0), ("1", 1), ("2", 2)])
+@pytest.mark.parametrize(("given", "elsewhere", "on_gpus"), [("null", None, 0), ("1", 1, 1), ("2", 2, 2)])
 def test_an_assembled_model_has_the_loop_that_is_chosen(
-    given: str, on_gpus: int, monkeypatch: pytest.MonkeyPatch
+    given: str, elsewhere: int | None, on_gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = load_config(
         ROOT / "configs" / "quickstart.yaml", ["mesh={data: 1, fsdp: 1, tensor: 1}", f"model.scan_blocks={given}"]
     )
     mesh = abstract_mesh()
-    assert assemble(chosen, mesh).model.scan_blocks == (on_gpus or 1)
+    assert assemble(chosen, mesh).model.scan_blocks == elsewhere
     monkeypatch.setattr(build, "has_cuda_plugin", lambda: True)
     assert assemble(chosen, mesh).model.scan_blocks == on_gpus
 

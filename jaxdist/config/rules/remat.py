@@ -47,6 +47,11 @@ def check_prefetched(remat: Remat) -> None:
         )
 
 
+def in_loop(scan_blocks: int | None) -> bool:
+    """Whether blocks run one by one in a loop, as `model.scan_blocks` says or, by null, leaves open."""
+    return scan_blocks in (None, 1)
+
+
 def check_unrolled(scan_blocks: int | None, remat: Remat, *, prefetch: int = 0, deterministic: bool = False) -> None:
     """Raise `UserError` for loops over blocks that are not unrolled: those of prefetching and of "sqrt" are arranged by
     hand, and without a loop the compiler may round otherwise in other layouts."""
@@ -55,7 +60,7 @@ def check_unrolled(scan_blocks: int | None, remat: Remat, *, prefetch: int = 0, 
         (f"{REMAT} 'sqrt'", remat == "sqrt"),
         ("parallel.grad_sync.deterministic", deterministic),
     ):
-        if scan_blocks not in (None, 1) and has:
+        if not in_loop(scan_blocks) and has:
             raise UserError(f"model.scan_blocks: {scan_blocks} does not go with {key}; allowed with it: 1")
 
 

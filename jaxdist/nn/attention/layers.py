@@ -23,6 +23,7 @@ from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.context.ring import TILES, ring_attention
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
+from jaxdist.precision.autocast import casting
 
 
 class QKVProjection(nnx.Module):
@@ -51,18 +52,17 @@ class QKVProjection(nnx.Module):
         self.linear = ColumnParallelLinear(rngs, width, features, bias=bias, parts=parts, **matmul)
 
     def __call__(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _split(checkpoint_name(self.linear(h_BSD), "attention.qkv"))
+        qkv = checkpoint_name(self.linear(h_BSD), "attention.qkv")
+        return _parts(qkv) if casting.value else _split(qkv)  # autocast would give `_split` the dtype of its trace
 
 
-@jax.custom_vjp
-def _split(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _parts(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[B, S, n, G + 2, K] -> queries [B, S, n, G, K], keys and values [B, S, n, K]."""
     return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
 
-@jax.custom_vjp
-def _join(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The inverse of `_split`."""
+def _whole(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The inverse of `_parts`."""
     parts = q, k[..., None, :], v[..., None, :]
     if q.dtype.itemsize == 2 and q.shape[-1] % 2 == 0:  # XLA:GPU copies numbers of 4 bytes 1.6 times as fast
         pairs = (lax.bitcast_convert_type(each.reshape(*each.shape[:-1], -1, 2), jnp.uint32) for each in parts)
@@ -74,8 +74,9 @@ def _join(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return lax.optimization_barrier(joined)
 
 
-_split.defvjp(lambda qkv: (_split(qkv), None), lambda _, grads: (_join(*grads),))
-_join.defvjp(lambda *qkv: (_join(*qkv), None), lambda _, grad: _split(grad))
+_split, _join = jax.custom_vjp(_parts), jax.custom_vjp(_whole)  # each the gradient of the other
+_split.defvjp(lambda qkv: (_parts(qkv), None), lambda _, grads: (_join(*grads),))
+_join.defvjp(lambda *qkv: (_whole(*qkv), None), lambda _, grad: _split(grad))
 
 
 def _check_kernel(kernel: str, dropout: float, context: str | None = None) -> None:
@@ -221,7 +222,8 @@ class Attention(nnx.Module):
             by_head = q.reshape(*q.shape[:2], -1, q.shape[-1])
             q = rotary(by_head, self.rope_theta, self.rope_scaling, at).reshape(q.shape)
             k = rotary(k, self.rope_theta, self.rope_scaling, at)
-        if self.q_norm is None:  # a norm's backward pass reads what it got: that is kept then
+        # A norm's backward pass reads what it got: that is kept then. Under autocast parts are as wide as a bias.
+        if self.q_norm is None and not casting.value:
             q, k, v = (checkpoint_name(each, ATTENTION_INPUT) for each in (q, k, v))
         if context_size() > 1:
             return _attend_over_context(self, q, k, v, keys_B, seen_BS)

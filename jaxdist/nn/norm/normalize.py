@@ -1,7 +1,7 @@
 """Layer norm and RMS norm as one function, whose backward pass reads its input and two numbers a position.
 
 JAX's own gradient keeps arrays in fp32 as large as the input, or computes the statistics in each of its kernels again:
-on one H200 a layer norm of bf16 [32768, 1024] took 321 microseconds forward and backward, and takes 256 so.
+on one H200 a layer norm of bf16 [32768, 1024] took 303 microseconds forward and backward, and takes 240 so.
 
 Legend: D model width.
 """
@@ -33,9 +33,10 @@ def normalize(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, *, cen
     """
     wide = accumulation_dtype(x.dtype)
     # Cast here, so that a gradient is summed over `tensor` in at least fp32 when it has shrunk to the parameter's size.
-    axes = varying_axes(x) | varying_axes(scale_D)
-    parameters = jax.tree.map(lambda each: to_varying(each.astype(wide), axes), (scale_D, bias_D))
-    return _normalize(centred, eps, to_varying(x, axes), *parameters)
+    parameters = jax.tree.map(lambda each: each.astype(wide), (scale_D, bias_D))
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x, parameters))))
+    x, parameters = to_varying((x, parameters), axes)
+    return _normalize(centred, eps, x, *parameters)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

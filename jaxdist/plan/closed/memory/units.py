@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
+from jaxdist.config.rules.remat import in_loop
 from jaxdist.config.schema import Config
 from jaxdist.plan.closed.leaves import Known, of_layers
 from jaxdist.plan.closed.memory.unit_traces import UNIT_ROWS, Readings, UnitTraces
@@ -74,8 +75,9 @@ def units_of(config: Config, known: Known) -> UnitMemory:
     how = (*of_layers(config), *axes, parallel.min_shard_bytes, parallel.grad_sync, config.optimizer.freeze)
     stacked = jax.tree.leaves(known.model(config).shapes[STACKED])[0].shape[0]
     blocks = stacked // (mesh.pipe * parallel.chunks)  # of a stage or chunk: with unequal ones, the largest
-    # Of a pipeline any number of blocks is a line through two; but not where some of them are run together.
-    together = config.memory.remat == "sqrt" or getattr(config.model, "scan_blocks", 1) not in (None, 1)
+    # Of a pipeline any number of blocks is a line through two; but not where some of them are run together. What null
+    # is on GPUs does not matter: no pipeline is without a loop then.
+    together = config.memory.remat == "sqrt" or not in_loop(getattr(config.model, "scan_blocks", None))
     counts = BLOCKS if mesh.pipe > 1 and not together else (blocks,)
     key = ("units", *how, config.memory.remat, mesh.pipe > 1, counts, split)
 
