@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import make_mesh
-from jaxdist.nn.attention.layers import _join, _split
+from jaxdist.nn.attention.layers import _split
 from jaxdist.nn.mlp import NONLINEARITIES, activation
 
 FIRST_PASS = {"gelu": "tanh", "gelu_erf": "erf", "swiglu": "exponential"}  # the costly operation of each
@@ -101,13 +101,11 @@ def test_a_bias_may_vary_over_other_axes_than_the_product() -> None:
     specs, mesh = (P("data"), P("tensor")), make_mesh(data=2, tensor=4)
     got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs))(y, jnp.tile(bias, 4))
     want = jax.grad(lambda y: 4 * plain(y, "gelu", bias).sum())(y)
-    np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_the_split_has_second_derivatives(joined: bool) -> None:
-    split = (lambda qkv: _join(*_split(qkv))) if joined else _split
-    loss = lambda qkv: sum((part**3).sum() for part in jax.tree.leaves(split(qkv)))  # noqa: E731
+def test_the_split_has_a_hessian() -> None:
+    loss = lambda qkv: sum((part**3).sum() for part in _split(qkv))  # noqa: E731
     qkv = jax.random.normal(jax.random.key(0), (1, 1, 1, 3, 2))
     np.testing.assert_allclose(jax.hessian(loss)(qkv).reshape(6, 6), np.diag(6 * qkv.reshape(6)), rtol=1e-5)
 

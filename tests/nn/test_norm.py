@@ -24,7 +24,7 @@ def formula(x: jax.Array, scale: jax.Array, bias: Any, *, centred: bool, eps: fl
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def inputs(bias: bool, *, width: int = 12, dtype: Any = np.float64) -> tuple[Any, ...]:
+def inputs(bias: bool, *, width: int = 512, dtype: Any = np.float64) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     x, scale, shift = rng.normal(size=(4, 8, width)), rng.normal(size=width) + 1, rng.normal(size=width)
     wide = np.float64 if dtype == np.float64 else np.float32
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_formula_in_any_layout(centred: bool, bias: b
 @kinds
 def test_bf16_is_rounded_once(centred: bool, bias: bool) -> None:
     options = {"centred": centred, "eps": 1e-5}
-    x, *parameters = inputs(bias, width=256, dtype=jnp.bfloat16)
+    x, *parameters = inputs(bias, width=512, dtype=jnp.bfloat16)
     weights = jax.random.normal(jax.random.key(0), x.shape)
 
     def gradients(norm: Norm, x: jax.Array) -> Any:
@@ -77,11 +77,11 @@ def test_bf16_is_rounded_once(centred: bool, bias: bool) -> None:
 @kinds
 def test_the_input_is_all_that_is_kept(centred: bool, bias: bool) -> None:
     """And two numbers a position."""
-    x, *parameters = inputs(bias, width=256, dtype=jnp.bfloat16)
+    x, *parameters = inputs(bias, width=512, dtype=jnp.bfloat16)
     norm = lambda *given: normalize(*given, centred=centred, eps=1e-5)  # noqa: E731
     kept = jax.tree.leaves(jax.vjp(norm, x, *parameters)[1])
     assert sum(each.nbytes for each in kept if each.size >= x.size) == x.nbytes
-    assert sum(each.size for each in kept if each.size < x.size) <= (1 + centred) * 32 + 256 + 1
+    assert sum(each.size for each in kept if each.size < x.size) <= (1 + centred) * 32 + 512 + 1
 
 
 def test_a_mean_far_from_zero_costs_no_digits() -> None:

@@ -17,9 +17,6 @@ AUTO = "auto"  # of a configuration: what `config.checks.default_remat` chooses
 _OF_ATTENTION = ("attention.qkv", "attention.context", "attention.out")
 NAMES = (*_OF_ATTENTION, "mlp.rows", "mlp.hidden", "mlp.activation", "mlp.out")
 RING_RESULT = "attention.ring"  # the result of a ring and its statistics, which "dots" keeps
-# Queries, keys and values, which "dots" keeps in place of the product that they are parts of: they are as large, and
-# the backward pass of attention reads them as they are.
-ATTENTION_INPUT = "attention.heads"
 Remat = str | tuple[str, ...]
 
 

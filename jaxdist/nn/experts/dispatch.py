@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.config.sections.moe import MoEConfig
-from jaxdist.nn.mlp import activation
+from jaxdist.nn.mlp import NONLINEARITIES
 from jaxdist.nn.param import normal
 
 # (rows [..., I], the kernels of this device's experts [e, I, O]) -> rows [..., O], each by the kernel of its expert
@@ -56,7 +56,9 @@ class Experts(nnx.Module):
         up = self.up.kernel[...]
         rows = checkpoint_name(rows, "mlp.rows")
         hidden = multiply(rows, up.reshape(*up.shape[:2], -1)).reshape(*rows.shape[:-1], *up.shape[2:])
-        active = activation(checkpoint_name(hidden, "mlp.hidden"), self.kind)
+        # By JAX's own gradient: `activation` keeps nothing of it, and where blocks are recomputed XLA then joins fewer
+        # kernels of so large arrays.
+        active = NONLINEARITIES[self.kind](checkpoint_name(hidden, "mlp.hidden"))
         return multiply(checkpoint_name(active, "mlp.activation"), self.down.kernel[...])
 
 

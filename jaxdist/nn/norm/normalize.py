@@ -15,6 +15,10 @@ from jax import lax
 from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.precision.policy import accumulation_dtype
 
+# Of shorter rows, as those of the norms of queries and keys by head, XLA:GPU computes all in one kernel, and sums apart
+# took longer: 1850 in place of 1792 ms a step of Qwen3 30B A3B, compiled for 8 H200 and replayed.
+_LONG = 512
+
 
 def mean_of_last(x: jax.Array) -> jax.Array:
     """The mean over the last dim, which stays with size 1."""
@@ -36,23 +40,32 @@ def normalize(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, *, cen
     parameters = jax.tree.map(lambda each: each.astype(wide), (scale_D, bias_D))
     axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x, parameters))))
     x, parameters = to_varying((x, parameters), axes)
+    if x.shape[-1] < _LONG:
+        return _normalized(centred, eps, x, *parameters)[0]
     return _normalize(centred, eps, x, *parameters)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normalize(centred: bool, eps: float, x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None) -> jax.Array:
-    return _forward(centred, eps, x, scale_D, bias_D)[0]
-
-
-def _forward(
+def _normalized(
     centred: bool, eps: float, x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """(the result, the mean if it is subtracted, 1 / std)."""
     wide = x.astype(scale_D.dtype)
     mean = mean_of_last(wide) if centred else None
     wide = wide if mean is None else wide - mean
     inverse = lax.rsqrt(mean_of_last(wide * wide) + eps)
     y = wide * inverse * scale_D
-    y = (y if bias_D is None else y + bias_D).astype(x.dtype)
+    return (y if bias_D is None else y + bias_D).astype(x.dtype), mean, inverse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normalize(centred: bool, eps: float, *given: Any) -> jax.Array:
+    return _normalized(centred, eps, *given)[0]
+
+
+def _forward(
+    centred: bool, eps: float, x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    y, mean, inverse = _normalized(centred, eps, x, scale_D, bias_D)
     # Behind barriers, or XLA:GPU would compute both again in each kernel of the backward pass.
     statistics = None if mean is None else lax.optimization_barrier(mean), lax.optimization_barrier(inverse)
     return y, (x, statistics, scale_D, bias_D is not None)

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 from jaxdist.collectives import active_axes
-from jaxdist.config.rules.remat import ATTENTION_INPUT, RING_RESULT, Remat
+from jaxdist.config.rules.remat import RING_RESULT, Remat
 from jaxdist.mesh import BATCH_LIKE, HOST, AnyMesh, on_cpu
 from jaxdist.specs import SHARD_AXES, PyTree
 
@@ -40,11 +40,9 @@ def _only_of_data(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _products(prim: Any, *operands: Any, **params: Any) -> bool:
-    """The policy that saves results of matrix products, what attention reads, and its result by cuDNN or in a ring with
-    the statistics that its backward pass reads. Gathered parameters are no products, and scores of plain attention have
-    batch dims."""
-    named = params.get("name") in (ATTENTION_INPUT, RING_RESULT)
-    attention = named or prim.name.startswith("dot_product_attention_fwd")
+    """The policy that saves results of matrix products, and of attention by cuDNN or in a ring with the statistics that
+    its backward pass reads. Gathered parameters are no products, and scores of plain attention have batch dims."""
+    attention = prim.name.startswith("dot_product_attention_fwd") or params.get("name") == RING_RESULT
     return attention or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *operands, **params))
 
 
@@ -82,7 +80,7 @@ def rematerialise(
 
     mode: the values that are kept besides the inputs.
         - "none": all activations.
-        - "dots": the results of matrix products, what attention reads, and its result by cuDNN or in a ring.
+        - "dots": the results of matrix products, and of attention by cuDNN or in a ring.
         - a tuple: the values of these names.
         - "full": no others. "sqrt" is the same here; `sqrt_remat` is for stacks of blocks.
         - "offload": no others, and values named `BLOCK_INPUT` are kept in the host's memory.
