@@ -192,8 +192,8 @@ def kept(*overrides: str, head: bool = True) -> dict[str, int]:
 
 @pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "zero3"))
 def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
-    """And the last one its output, which the head reads. The embedding nothing. To the byte, whatever the number of
-    blocks."""
+    """And the last one its output, in fp32: in bf16 the head keeps a wide one. The embedding nothing. To the byte,
+    whatever the number of blocks."""
     for layers, precision, size in ((3, "fp32", 4), (5, "fp32", 4), (3, "bf16", 2)):
         found = kept(
             f"parallel.strategy={strategy}",
@@ -202,7 +202,7 @@ def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
             "memory.remat=full",
             head=False,
         )
-        assert found == {"activations": (layers + 1) * INPUT * size}
+        assert found == {"activations": (layers + (precision == "fp32")) * INPUT * size}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_with_full_remat_each_block_leaves_its_input(strategy: str) -> None:
         ("parallel.microbatches=4", {"activations": 4 * INPUT * 4 // 4}),
         pytest.param("mesh.data=4", {"activations": 4 * INPUT * 4 // 2}, marks=pytest.mark.slow),
         ("mesh.tensor=2", {"activations": 4 * INPUT * 4}),  # inputs of blocks are whole over tensor
-        ("optimizer.freeze=[embed.*,blocks.*]", {"activations": INPUT * 4}),  # what the head reads
+        ("optimizer.freeze=[embed.*,blocks.*]", {}),
     ],
 )
 def test_with_full_remat_inputs_are_those_of_a_microbatch(option: str, want: dict[str, int]) -> None:
