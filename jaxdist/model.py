@@ -49,7 +49,7 @@ class ModelDef(NamedTuple):
         as many rows as the largest; rows without a block are zeros. See `jaxdist.parallel.pipeline.stages`.
     fp8: whether linear layers multiply in float8. The precision of a step must have the same value.
     scan_blocks: blocks in one round of the loop over blocks; 0: no loop; None: 1, and 0 for a run by a configuration on
-        GPUs that leaves `model.scan_blocks` open.
+        one GPU that leaves `model.scan_blocks` open.
     columns: whether `embed` maps columns (the last dim) of its parameters to the same columns of h.
     collective_matmul: whether linear layers use `ppermute`, which may not be inside a condition.
     context: how attention goes over the mesh axis `context` ("all_to_all", "gather", "ring"); None: no layer uses it.

@@ -285,13 +285,10 @@ _UNROLLED = 32  # blocks: on a machine with an H200, XLA compiled each for 1.3 s
 
 
 def unrolls(config: Config, *, gpu: bool) -> bool:
-    """Whether blocks run without a loop where `model.scan_blocks` is null: on GPUs, for up to 32 blocks whose
-    parameters are whole on each device, if nothing that is set excludes it. Figures: docs/compiler.md. gpu: what it
-    runs on."""
-    mesh, model = config.mesh, config.model
-    split = any(getattr(mesh, axis) != 1 for axis in ("pipe", "tensor", "context", "expert"))
-    gathered = StrategyFacts.of(config.parallel.strategy).regathers and mesh.fsdp != 1
-    if not gpu or model.scan_blocks is not None or split or gathered or not 0 < (model.stacked or 0) <= _UNROLLED:
+    """Whether blocks run without a loop where `model.scan_blocks` is null: on one GPU, for up to 32 blocks, if nothing
+    that is set excludes it. Several GPUs would need more memory. Figures: docs/compiler.md. gpu: what it runs on."""
+    model, split = config.model, any(size != 1 for size in asdict(config.mesh).values())
+    if not gpu or model.scan_blocks is not None or split or not 0 < (model.stacked or 0) <= _UNROLLED:
         return False
     try:
         _check_blocks(replace(config, model=model.replace(scan_blocks=0)))

@@ -1,9 +1,9 @@
 """Parts of a program that differ in numbers alone, computed as one: how the blocks of a model are drawn.
 
 The blocks of a model are made one after the other, each with keys from the same stream. As one program that is as many
-times what a block takes: for 24 blocks XLA compiled for some 40 s on a machine with an H200. The blocks' programs are the
-same operations on other counts of the stream. So one of them runs, by `jax.vmap`, on all counts at once, and gives the
-same numbers.
+times what a block takes: for 24 blocks XLA compiled for some 40 s on a machine with an H200. The blocks' programs are
+the same operations on other counts of the stream. So one of them runs, by `jax.vmap`, on all counts at once, and gives
+the same numbers.
 """
 
 from collections.abc import Callable, Sequence

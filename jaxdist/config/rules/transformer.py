@@ -27,7 +27,7 @@ def scan_blocks_setting() -> Any:
     return setting(
         None,
         "blocks of one round of the loop over blocks; 0: no loop, which compiles longer and copies less; null: 0 on"
-        " GPUs for up to 32 blocks, if parameters are whole and nothing excludes it, else 1: docs/compiler.md",
+        " one GPU for up to 32 blocks, if nothing that is set excludes it, else 1: docs/compiler.md",
         at_least=0,
         how=True,
     )
