@@ -16,7 +16,7 @@ from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.precision.policy import accumulation_dtype
 
 # Of shorter rows, as those of the norms of queries and keys by head, XLA:GPU computes all in one kernel, and sums apart
-# took longer: 1850 in place of 1792 ms a step of Qwen3 30B A3B, compiled for 8 H200 and replayed.
+# took longer: 1836 in place of 1792 ms a step of Qwen3 30B A3B, compiled for 8 H200 and replayed.
 _LONG = 512
 
 
