@@ -64,6 +64,18 @@ DETERMINISTIC = (
     ),
 )
 
+# Set on GPUs with `precision: fp8`, whatever the preset, for the programs that evaluate and generate as for the step
+# (`jaxdist.parallel.blocks.compiler_options`).
+FLOAT8 = (
+    Setting(
+        "--xla_gpu_enable_triton_gemm",
+        "false",
+        "precision: fp8: products by cuBLASLt alone. The choice between it and Triton's kernels had not ended after 130"
+        " s (Llama of 0.9 B); without that choice compiling took 28 s",
+        "one H200, jax 0.11.2: docs/measurements/one_h200.json",
+    ),
+)
+
 
 def resolve(preset: Iterable[Setting], flags: Sequence[str], given: str) -> list[str]:
     """The flags to add to XLA_FLAGS, which has the value `given`. A flag of the environment wins over one of `flags`,
@@ -117,7 +129,7 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
     """Add the flags of `devices.xla` to XLA_FLAGS. Must run before JAX starts its devices.
 
     Raises `UserError` for flags that XLA would abort on, and, once JAX has started, for flags that the configuration
-    names or that deterministic sums need; the preset is left out then.
+    names or that deterministic sums need; what else would be set is left out then.
 
     Args:
         config: The configuration.
@@ -126,7 +138,8 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
     """
     xla, given = config.devices.xla, os.environ.get("XLA_FLAGS", "")
     fixed = DETERMINISTIC if backend == "gpu" and config.parallel.grad_sync.deterministic else ()
-    flags = resolve((*fixed, *(PRESETS[backend] if xla.preset == "fast" else ())), xla.flags, given)
+    float8 = FLOAT8 if backend == "gpu" and config.precision.resolved()[0].fp8 else ()
+    flags = resolve((*fixed, *float8, *(PRESETS[backend] if xla.preset == "fast" else ())), xla.flags, given)
     if started and flags and (missing := resolve(fixed, (), given)):
         raise UserError(
             f"parallel.grad_sync.deterministic: true needs {missing[0]} on GPUs, but JAX has started its"

@@ -27,7 +27,14 @@ from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
-from jaxdist.parallel.blocks.compiler_options import AT_ONCE, BY_TWO, LATENCY_HIDING, NO_ZEROS, compiler_options
+from jaxdist.parallel.blocks.compiler_options import (
+    AT_ONCE,
+    BY_TWO,
+    LATENCY_HIDING,
+    NO_TRITON,
+    NO_ZEROS,
+    compiler_options,
+)
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, at
 from jaxdist.parallel.blocks.prefetch import (
     PrefetchedBlocks,
@@ -330,6 +337,24 @@ def test_what_the_compiler_is_told(data: int, limit: int, monkeypatch: pytest.Mo
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/tmp --{AT_ONCE}=1 --{LATENCY_HIDING}_not=1")
     less = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
     assert less == {name: value for name, value in told.items() if name != AT_ONCE}  # a flag wins
+
+
+def test_some_products_are_not_taken_from_triton() -> None:
+    """XLA:GPU would choose between its kernels for minutes."""
+    mesh = abstract_mesh(data=1)
+    params = state_target(
+        gpt(config("gpt2", tied=True, layers=2, vocab=64), max_length=SEQ), optax.sgd(0.1), mesh
+    ).params
+
+    def told(policy: str) -> dict[str, int | bool] | None:
+        return compiler_options(params, StrategyOptions(POLICIES[policy], GradSync()), mesh)
+
+    assert told("fp8") == {NO_ZEROS: True, NO_TRITON: False}
+    assert told("fp32") == told("bf16") == {NO_ZEROS: True}
+    for precision in ("highest", "float32"):
+        with jax.default_matmul_precision(precision):
+            assert told("fp32") == {NO_ZEROS: True, NO_TRITON: False}
+            assert told("bf16") == {NO_ZEROS: True}
 
 
 def test_slices_cover_a_leaf_that_rounds_do_not_divide() -> None:

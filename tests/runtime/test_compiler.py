@@ -16,11 +16,13 @@ from jaxdist.config.load import load_config
 from jaxdist.config.rules.xla_flags import check_flags
 from jaxdist.config.schema import Config, DevicesConfig, MeshConfig, ParallelConfig, XlaConfig
 from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh
 from jaxdist.runtime import compiler
 from jaxdist.runtime.compiler import (
     DETERMINISTIC,
+    FLOAT8,
     PRESETS,
     Setting,
     resolve,
@@ -37,7 +39,7 @@ ADVICE = [  # of docs/compiler.md
     "--xla_gpu_enable_while_loop_double_buffering=true",
 ]
 NEW_ADVICE = "--xla_gpu_pipeline_all_gather=on"  # of jax 0.11 and later
-SETTINGS = [*DETERMINISTIC, *(each for preset in PRESETS.values() for each in preset)]
+SETTINGS = [*DETERMINISTIC, *FLOAT8, *(each for preset in PRESETS.values() for each in preset)]
 
 
 def config(*flags: str, preset: str = "fast", deterministic: bool = False, fsdp: int = 1, **parallel: Any) -> Config:
@@ -104,6 +106,18 @@ def test_deterministic_sums_have_deterministic_kernels(preset: str, env: pytest.
     set_flags(wanted, "gpu", started=False)
     assert settings()["xla_flags"] == [*before, flag]
     set_flags(wanted, "gpu", started=True)
+
+
+@pytest.mark.parametrize("preset", ["fast", "plain"])
+def test_float8_takes_no_products_from_triton(preset: str, env: pytest.MonkeyPatch) -> None:
+    wanted = replace(config(preset=preset), precision=PrecisionConfig("fp8"))
+    before = settings()["xla_flags"]
+    set_flags(wanted, "cpu", started=False)
+    set_flags(config(preset=preset), "gpu", started=False)
+    set_flags(wanted, "gpu", started=True)  # too late for more than the step's own options
+    assert settings()["xla_flags"] == before
+    set_flags(wanted, "gpu", started=False)
+    assert settings()["xla_flags"] == [*before, "--xla_gpu_enable_triton_gemm=false"]
 
 
 def test_simulated_devices_keep_their_defaults(env: pytest.MonkeyPatch) -> None:
