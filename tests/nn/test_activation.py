@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.mesh import make_mesh
 from jaxdist.nn.attention.layers import _split
 from jaxdist.nn.mlp import NONLINEARITIES, activation
-from jaxdist.nn.pairs import as_words, from_words, has_pairs, rezip, unzip
 
 FIRST_PASS = {"gelu": "tanh", "gelu_erf": "erf", "swiglu": "exponential"}  # the costly operation of each
 FIRST_PASS_ON_GPUS = {**FIRST_PASS, "gelu": "exponential"}
@@ -20,7 +19,7 @@ kinds = pytest.mark.parametrize("kind", NONLINEARITIES)
 
 @pytest.fixture(params=[False, True], ids=["on CPUs", "on GPUs"])
 def on_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """The form that is traced for GPUs, with shorter sigmoids, and pairs of 16-bit numbers."""
+    """The form that is traced for GPUs, with shorter sigmoids."""
     monkeypatch.setattr("jaxdist.nn.mlp.traced_for_gpus", lambda: request.param)
     return bool(request.param)
 
@@ -99,48 +98,6 @@ def test_second_derivatives(kind: str, on_gpus: bool) -> None:
             for function in (activation, plain)
         ]
     np.testing.assert_allclose(*second, rtol=1e-10, atol=1e-10)
-
-
-@kinds
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_pairs_change_no_derivative(kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor the second: numbers that are read as halves of others have none."""
-    mesh, dims = make_mesh(data=2, tensor=4), (None, "tensor") if kind == "swiglu" else ("tensor",)
-    specs = P("data", None, *dims), P(*dims)
-    given = [each.astype(dtype) for each in inputs(kind, width=256)]
-
-    def derivatives(y: jax.Array, bias: jax.Array) -> Any:
-        total = lambda *given: activation(given[0], kind, given[1]).astype(jnp.float32).sum()  # noqa: E731
-        first = jax.grad(total)
-        second = jax.grad(lambda y, bias: (first(y, bias) ** 2).astype(jnp.float32).sum(), argnums=(0, 1))
-        return activation(y, kind, bias), first(y, bias), second(y, bias)
-
-    # Without shard_map first, where nothing is traced for GPUs.
-    want = jax.jit(derivatives)(*given)
-    monkeypatch.setattr("jaxdist.nn.mlp.traced_for_gpus", lambda: True)
-    pairs = jax.make_jaxpr(lambda *given: activation(given[0], kind, given[1]))(*given)
-    assert "u32" in str(pairs)
-
-    def in_layout(y: jax.Array, bias: jax.Array) -> Any:
-        out, first, (second, of_bias) = derivatives(y, bias)
-        return out, first, second, of_bias
-
-    outs = (P("data", None, "tensor"), specs[0], specs[0], specs[1])
-    got = jax.jit(jax.shard_map(in_layout, mesh=mesh, in_specs=specs, out_specs=outs))(*given)
-    for one, other in zip(got, (*want[:2], *want[2]), strict=True):
-        assert one.dtype == dtype
-        distance = np.linalg.norm(one.astype(np.float32) - other.astype(np.float32))
-        assert distance < 8 * float(jnp.finfo(dtype).eps) * np.linalg.norm(other.astype(np.float32)) > 0
-
-
-def test_pairs_are_read_and_written_in_order() -> None:
-    x = jnp.arange(12, dtype=jnp.bfloat16).reshape(2, 6)
-    even, odd = unzip(x)
-    np.testing.assert_array_equal(even, x[:, 0::2])
-    np.testing.assert_array_equal(odd, x[:, 1::2])
-    np.testing.assert_array_equal(rezip(even, odd), x)
-    np.testing.assert_array_equal(from_words(as_words(x), x.dtype), x)
-    assert has_pairs(x) and not has_pairs(x[:, 1:]) and not has_pairs(x.astype(jnp.float32))
 
 
 def test_a_bias_may_vary_over_other_axes_than_the_product() -> None:

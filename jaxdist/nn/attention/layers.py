@@ -22,7 +22,6 @@ from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.context.ring import TILES, ring_attention
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
-from jaxdist.nn.pairs import as_words, from_words, has_pairs
 from jaxdist.precision.autocast import casting
 
 
@@ -64,15 +63,20 @@ def _parts(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _whole(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """The inverse of `_parts`."""
     parts = q, k[..., None, :], v[..., None, :]
-    joined = _join_pairs(*parts) if has_pairs(q) else jnp.concatenate(parts, axis=-2)
+    if q.dtype.itemsize == 2 and q.shape[-1] % 2 == 0:
+        return _join_pairs(*parts)
     # XLA:GPU would join them in the kernel that sums the gradient of a bias, at half the speed of two kernels.
-    return lax.optimization_barrier(joined)
+    return lax.optimization_barrier(jnp.concatenate(parts, axis=-2))
 
 
 @jax.custom_vjp
 def _join_pairs(*parts: jax.Array) -> jax.Array:
-    """Concatenated along the last dim but one, as words of 32 bits (`jaxdist.nn.pairs`)."""
-    return from_words(jnp.concatenate([as_words(each) for each in parts], axis=-2), parts[0].dtype)
+    """Concatenated along the last dim but one, as numbers of 4 bytes: XLA:GPU then copies 1.6 times as fast."""
+    pairs = (lax.bitcast_convert_type(each.reshape(*each.shape[:-1], -1, 2), jnp.uint32) for each in parts)
+    # The barrier as in `_whole`. Behind the conversion, XLA would join numbers of 2 bytes after all.
+    joined = lax.optimization_barrier(jnp.concatenate(tuple(pairs), axis=-2))
+    halves = lax.bitcast_convert_type(joined, parts[0].dtype)
+    return halves.reshape(*halves.shape[:-2], -1)
 
 
 # JAX takes the derivative of a number that is read as another one for zero.
