@@ -51,8 +51,7 @@ def gelu_erf(x: jax.Array) -> jax.Array:
 
 def swiglu(x: jax.Array) -> jax.Array:
     """silu(gate) * up (Shazeer 2020). x: gate and up, [..., 2, F] -> [..., F]."""
-    gate = x[..., 0, :]
-    return gate * (_short_sigmoid(gate) if traced_for_gpus() else lax.logistic(gate)) * x[..., 1, :]
+    return jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
 
 
 NONLINEARITIES: dict[str, Nonlinearity] = {"gelu": gelu, "gelu_erf": gelu_erf, "swiglu": swiglu}
