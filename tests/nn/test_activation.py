@@ -121,7 +121,7 @@ def test_the_split_has_a_hessian() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("width", [4, 3])
 def test_queries_keys_and_values_have_the_gradients_of_slices(dtype: Any, width: int) -> None:
-    """The second one too: numbers of two bytes are copied as halves of others, which have no derivative."""
+    """The second one too."""
     qkv = jax.random.normal(jax.random.key(0), (2, 3, 2, 5, width), dtype)
     slices = lambda qkv: (qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :])  # noqa: E731
     weights = slices(jax.random.normal(jax.random.key(1), qkv.shape, dtype))
