@@ -1,7 +1,14 @@
-"""A training step of GPT-2 by jaxdist, by plain JAX, by flax and optax, and by PyTorch, in turns on ONE device.
+"""A training step of GPT-2 or Llama by jaxdist, by plain JAX, by flax and optax, and by PyTorch, in turns on ONE device.
 
-    python scripts/bench/train.py [--sizes 124m,1.3b,350m] [--contenders jaxdist,...] [--steps 20] [--limit-s 570]
+    python scripts/bench/train.py [--sizes 124m,1.3b,350m,llama] [--contenders jaxdist,...] [--steps 20] [--limit-s 570]
                                   [--json OUT] [--plot OUT]
+
+Contenders, each a file of scripts/bench/harness/contenders/:
+
+- jaxdist: with the settings that are fastest where memory is no matter; jaxdist_as_trained: with what a configuration
+  takes that names the model, the batch and the precision alone
+- pytorch: `torch.compile`; pytorch_autotuned: with mode="max-autotune" and its CUDA graphs, which takes minutes
+- plain_jax; plain_flax: GPT-2 alone
 
 The same weights, batches and optimizer (AdamW after clipping); losses and the first gradient's norm must agree, or it
 is an error. In each round every contender runs a burst of steps, and the figures are medians over rounds after a
@@ -27,7 +34,8 @@ from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 BEGAN = time.monotonic()
 ON_GPU = "124m,1.3b,350m"  # the largest is measured before the time is up
-CONTENDERS = "jaxdist,pytorch,plain_jax,plain_flax"  # flax's own attention needs the most memory: it comes last
+# flax's own attention needs the most memory: it comes last
+CONTENDERS = "jaxdist,jaxdist_as_trained,pytorch,plain_jax,plain_flax"
 
 
 def say(text: str) -> None:
@@ -131,7 +139,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for each in result["contenders"]:
         if "failed" in each:
-            lines.append(f"  {each['name']:<12} {each['failed']}")
+            lines.append(f"  {each['name']:<18} {each['failed']}")
             continue
         mfu = "" if each["mfu"] is None else f"  MFU {100 * each['mfu']:5.1f} %"
         memory = "" if each["peak_bytes"] is None else f"  peak {each['peak_bytes'] / 2**30:6.2f} GiB"
@@ -139,7 +147,7 @@ def table(result: dict[str, Any]) -> str:
         ratio = result["speed_of_first_over"].get(each["name"])
         beside = "" if ratio is None else f"  {result['contenders'][0]['name']} is {ratio:.3f} x as fast"
         lines.append(
-            f"  {each['name']:<12} {each['step_s'] * 1e3:9.2f} ms  {each['tokens_per_s']:>11,.0f} tokens/s{mfu}{memory}"
+            f"  {each['name']:<18} {each['step_s'] * 1e3:9.2f} ms  {each['tokens_per_s']:>11,.0f} tokens/s{mfu}{memory}"
             f"{predicted}  loss {each['first_loss']:.4f} to {each['last_loss']:.4f}{beside}"
         )
     lines += [f"  NOT EQUAL: {result['differs']}"] if result["differs"] else []

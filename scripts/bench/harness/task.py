@@ -1,8 +1,9 @@
 """What every contender of a benchmark is given, and what it gives back: the same model, weights, batches, optimizer.
 
 The model is GPT-2's (Radford et al. 2019): learned positions, LayerNorm, GELU (tanh), tied embeddings, biases, no
-dropout. The optimizer is AdamW (Loshchilov and Hutter 2019) with its numbers below, after clipping the whole gradient
-to norm 1. Parameters and optimizer state are fp32; products are bf16 under "bf16".
+dropout. Or it is a Llama's (Touvron et al. 2023): rotary positions, RMSNorm, SwiGLU, grouped-query heads, a head of its
+own, no biases. The optimizer is AdamW (Loshchilov and Hutter 2019) with its numbers below, after clipping the whole
+gradient to norm 1. Parameters and optimizer state are fp32; products are bf16 under "bf16".
 """
 
 from collections.abc import Callable
@@ -39,6 +40,11 @@ def _size(layers: int, width: int, heads: int, rows: int, length: int, vocab: in
     return Size(ModelConfig(layers=layers, width=width, heads=heads, vocab=vocab), rows, length)
 
 
+def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, rows: int, length: int, vocab: int) -> Size:
+    model = ModelConfig(style="llama", layers=layers, width=width, heads=heads, vocab=vocab)
+    return Size(model.replace(kv_heads=kv_heads, mlp_width=mlp, tied=False), rows, length)
+
+
 # 50304: GPT-2's 50,257 tokens, filled up to a multiple of 128, as nanoGPT does.
 SIZES = {
     "toy": _size(2, 64, 2, 4, 64, 256),
@@ -48,6 +54,8 @@ SIZES = {
     "124m": _size(12, 768, 12, 32, 1024),
     "350m": _size(24, 1024, 16, 32, 1024),
     "1.3b": _size(24, 2048, 16, 8, 2048),
+    "toy_llama": _llama(2, 64, 4, 2, 160, 4, 64, 256),
+    "llama": _llama(16, 2048, 16, 8, 5504, 8, 2048, 32000),
 }
 
 

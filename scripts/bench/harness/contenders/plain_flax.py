@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from harness.task import BETAS, CLIP, DECAY, EPS, LR, Contender, Task, jax_memory, jax_peak
+from jaxdist.errors import UserError
 
 PyTree = Any
 
@@ -74,6 +75,8 @@ def load(model: Model, params: PyTree) -> None:
 
 def plain_flax(task: Task) -> Contender:
     """The step of flax's documentation, donated."""
+    if task.model.style != "gpt2":
+        raise UserError(f"plain_flax: it is written for gpt2, and this size is of {task.model.style}")
     before = jax_memory()
     with jax.numpy_dtype_promotion("standard"):
         model = Model(task, nnx.Rngs(0))

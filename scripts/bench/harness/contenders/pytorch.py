@@ -1,4 +1,7 @@
-"""PyTorch: `torch.compile`, scaled_dot_product_attention by the faster of flash and cuDNN, fused AdamW, autocast."""
+"""PyTorch: `torch.compile`, scaled_dot_product_attention by the faster of flash and cuDNN, fused AdamW, autocast.
+
+`pytorch_autotuned`, in a file of its own, is the same with `mode="max-autotune"`, which includes CUDA graphs.
+"""
 
 import contextlib
 import time
@@ -9,81 +12,19 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from harness.pytorch_models import Model, weights
 from harness.task import BETAS, CLIP, DECAY, EPS, LR, Contender, Task
 
-PyTree = Any
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-class Block(nn.Module):
-    """Pre-norm, with one product for queries, keys and values."""
-
-    def __init__(self, width: int, heads: int, eps: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.heads = heads
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        rows, length, width = h.shape
-        qkv = self.qkv(self.norm1(h)).view(rows, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        h = h + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return h + self.down(functional.gelu(self.up(self.norm2(h)), approximate="tanh"))
-
-
-class Model(nn.Module):
-    """GPT-2, tied."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        model = task.model
-        self.stream = torch.bfloat16 if task.precision == "bf16" else torch.float32
-        self.tokens = nn.Embedding(model.vocab, model.width)
-        self.positions = nn.Embedding(task.size.length, model.width)
-        self.blocks = nn.ModuleList([Block(model.width, model.heads, model.norm_eps) for _ in range(model.layers)])
-        self.norm = nn.LayerNorm(model.width, model.norm_eps)
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        h = h.to(self.stream)  # autocast alone would leave the residual stream in fp32
-        for block in self.blocks:
-            h = block(h)
-        logits = functional.linear(self.norm(h), self.tokens.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def weights(params: PyTree) -> dict[str, Any]:
-    """jaxdist's weights by the names of `Model`; PyTorch's linear layers keep [out, in]."""
-    found = {
-        "tokens.weight": params["embed"]["tokens"]["table"],
-        "positions.weight": params["embed"]["positions"]["table"],
-        "norm.weight": params["head"]["norm"]["scale"],
-        "norm.bias": params["head"]["norm"]["bias"],
-    }
-    blocks = params["blocks"]
-    qkv, layers = blocks["attention"]["qkv"]["linear"], blocks["norm1"]["scale"].shape[0]
-    for i in range(layers):
-        for name in ("norm1", "norm2"):
-            found[f"blocks.{i}.{name}.weight"] = blocks[name]["scale"][i]
-            found[f"blocks.{i}.{name}.bias"] = blocks[name]["bias"][i]
-        kernel = qkv["kernel"][i].swapaxes(1, 2)  # [D, heads, 3, K] -> [D, 3, heads, K]
-        found[f"blocks.{i}.qkv.weight"] = kernel.reshape(kernel.shape[0], -1).T
-        found[f"blocks.{i}.qkv.bias"] = qkv["bias"][i].swapaxes(0, 1).reshape(-1)
-        for name, own in (("out", blocks["attention"]["out"]), *blocks["mlp"].items()):
-            found[f"blocks.{i}.{name}.weight"] = own["kernel"][i].T
-            found[f"blocks.{i}.{name}.bias"] = own["bias"][i]
-    return {name: torch.tensor(value) for name, value in found.items()}
 
 
 def faster_attention(task: Task, device: str) -> tuple[str, dict[str, float | str]]:
     """(the backend whose forward and backward pass is faster for this task's sizes, milliseconds of each)."""
-    model = task.model
-    found: dict[str, float | str] = {}
-    shape = task.size.rows, task.size.length, 3, model.heads, model.width // model.heads
+    model, found = task.model, dict[str, float | str]()
+    kv_heads = model.kv_heads or model.heads
+    shape = task.size.rows, model.heads + 2 * kv_heads, task.size.length, model.width // model.heads
     qkv = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    shared = {"enable_gqa": True} if model.heads != kv_heads else {}
     for name, backend in BACKENDS.items():
         try:
             with sdpa_kernel(backend):
@@ -91,8 +32,8 @@ def faster_attention(task: Task, device: str) -> tuple[str, dict[str, float | st
                     if i == 3:
                         torch.cuda.synchronize()
                         begun = time.perf_counter()
-                    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-                    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                    q, k, v = qkv.split((model.heads, kv_heads, kv_heads), 1)
+                    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, **shared)
                     out.backward(out.detach())
                 torch.cuda.synchronize()
                 found[name] = (time.perf_counter() - begun) / 10 * 1e3
@@ -105,6 +46,11 @@ def faster_attention(task: Task, device: str) -> tuple[str, dict[str, float | st
 
 def pytorch(task: Task) -> Contender:
     """On the GPU by fused kernels; on a CPU the same code as it comes, for trying."""
+    return compiled(task, mode=None)
+
+
+def compiled(task: Task, *, mode: str | None) -> Contender:
+    """mode: of `torch.compile`."""
     device = "cuda" if task.gpu else "cpu"
     if task.gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -116,7 +62,7 @@ def pytorch(task: Task) -> Contender:
     model.load_state_dict(weights(task.params))
     model = model.to(device)
     tx = torch.optim.AdamW(model.parameters(), LR, BETAS, EPS, DECAY, fused=True)
-    run = torch.compile(model) if task.gpu else model
+    run = torch.compile(model, mode=mode) if task.gpu else model
     batches = [
         {name: torch.tensor(ids, dtype=torch.int64, device=device) for name, ids in batch.items()}
         for batch in task.batches
@@ -124,16 +70,18 @@ def pytorch(task: Task) -> Contender:
 
     def step(i: int) -> tuple[Any, Any]:
         batch = batches[i % len(batches)]
+        torch.compiler.cudagraph_mark_step_begin()
         kernel = sdpa_kernel(BACKENDS[chosen]) if half else contextlib.nullcontext()
         cast = torch.autocast(device, torch.bfloat16, enabled=task.precision == "bf16")
         with kernel:
             with cast:
                 loss = run(batch["inputs"], batch["targets"])
             loss.backward()
+        loss = loss.detach().clone()  # a graph writes its results into the same memory each time
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         tx.step()
         tx.zero_grad(set_to_none=True)
-        return loss.detach(), norm
+        return loss, norm
 
     def wait() -> None:
         if task.gpu:
@@ -142,5 +90,5 @@ def pytorch(task: Task) -> Contender:
     def peak() -> int | None:
         return torch.cuda.max_memory_allocated() - before if task.gpu else None
 
-    about = {"torch": torch.__version__, "attention": chosen, "attention_ms": probed, "compile": task.gpu}
+    about = {"torch": torch.__version__, "attention": chosen, "attention_ms": probed, "compile": task.gpu, "mode": mode}
     return Contender(step, wait, about, None, peak)

@@ -172,16 +172,19 @@ def larger(tiny: bool) -> Iterator[dict[str, Any]]:
 
 
 def race(tiny: bool) -> Iterator[dict[str, Any]]:
-    """scripts/bench/train.py of each size."""
+    """scripts/bench/train.py of each size; PyTorch with "max-autotune" too for the first, which takes it minutes."""
     script, out = str(Path(__file__).parents[2] / "train.py"), {}
-    for size in ("toy",) if tiny else ("350m", "1.3b", "124m"):
-        contenders = "jaxdist,plain_jax" if tiny else "jaxdist,pytorch,plain_jax"
+    for size in ("toy",) if tiny else ("350m", "1.3b", "llama", "124m"):
+        contenders = "jaxdist,plain_jax" if tiny else "jaxdist,jaxdist_as_trained,pytorch,plain_jax"
+        limit_s = 240
+        if size == "350m":
+            contenders, limit_s = f"{contenders},pytorch_autotuned", 480
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "out.json"
             command = [sys.executable, script, "--sizes", size, "--contenders", contenders, "--json", str(found)]
-            command += ["--steps", "3" if tiny else "12", "--limit-s", "240"]
+            command += ["--steps", "3" if tiny else "12", "--limit-s", str(limit_s)]
             with contextlib.suppress(subprocess.TimeoutExpired):  # what it had measured is in its file
-                subprocess.run(command, check=False, timeout=300)
+                subprocess.run(command, check=False, timeout=limit_s + 60)
             out[size] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else "nothing was written"
         yield out
 

@@ -1,0 +1,27 @@
+"""jaxdist as `scripts/train.py` runs a configuration that names the model, the batch and the precision alone."""
+
+import jax
+
+from harness.jaxdist_step import contender
+from harness.task import Contender, Task, jax_memory
+from jaxdist.build import assemble
+from jaxdist.config.schema import Config, DataConfig, DevicesConfig, MeshConfig
+from jaxdist.config.sections.precision import PrecisionConfig
+from jaxdist.mesh import make_mesh
+
+
+def jaxdist_as_trained(task: Task) -> Contender:
+    """What blocks keep, the loop over them, chunks of the loss and the kernel of attention are what jaxdist takes by
+    itself. The compiler's options of `devices.xla` are left out: they are of a process, and so of all contenders."""
+    before, size = jax_memory(), task.size
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = Config(
+        model=size.model,
+        data=DataConfig(source="tokens", seq_len=size.length, global_batch=size.rows),
+        mesh=MeshConfig(),
+        precision=PrecisionConfig(task.precision),
+        devices=DevicesConfig(simulated=1),
+    )
+    parts = assemble(config, mesh)
+    about = {"attention": parts.attention[0], "remat": parts.options.remat, "scan_blocks": parts.model.scan_blocks}
+    return contender(task, parts.model, mesh, parts.options, about, before)
