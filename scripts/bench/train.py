@@ -1,4 +1,4 @@
-"""A training step of GPT-2 or Llama by jaxdist, by plain JAX, by flax and optax, and by PyTorch, in turns on ONE device.
+"""A training step of GPT-2 or Llama by jaxdist, plain JAX, flax and optax, and PyTorch, in turns on ONE device.
 
     python scripts/bench/train.py [--sizes 124m,1.3b,350m,llama] [--contenders jaxdist,...] [--steps 20] [--limit-s 570]
                                   [--json OUT] [--plot OUT]
