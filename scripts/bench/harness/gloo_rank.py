@@ -72,7 +72,7 @@ def torch(kind: str, size: Any, rank: int, processes: int, address: str) -> Step
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from harness.contenders.pytorch import Model, weights
+    from harness.pytorch_models import Model, weights
     from harness.task import BETAS, CLIP, DECAY, EPS, LR, make_task
 
     torch.set_num_threads(1)

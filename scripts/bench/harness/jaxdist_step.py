@@ -13,19 +13,12 @@ from jaxdist.parallel.options import StepOptions
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
 
-Adam = optax.GradientTransformation
-
-
-def optimizer() -> Adam:
-    """AdamW after clipping, as all contenders have it."""
-    return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
-
 
 def contender(
     task: Task, model: ModelDef, mesh: Any, options: StepOptions, about: dict[str, Any], before: tuple[int, int]
 ) -> Contender:
     """The step of `model` with these options. before: `jax_memory` before anything was made."""
-    tx = optimizer()
+    tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
     run = make_train_step(model, tx, mesh, options)
     batches = [
         jax.device_put({**batch, "weights": np.ones(batch["inputs"].shape, np.float32)}, jax.devices()[0])

@@ -8,6 +8,7 @@ from jaxdist.build import assemble
 from jaxdist.config.schema import Config, DataConfig, DevicesConfig, MeshConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.mesh import make_mesh
+from jaxdist.model import ModelDef
 
 
 def jaxdist_as_trained(task: Task) -> Contender:
@@ -23,5 +24,7 @@ def jaxdist_as_trained(task: Task) -> Contender:
         devices=DevicesConfig(simulated=1),
     )
     parts = assemble(config, mesh)
-    about = {"attention": parts.attention[0], "remat": parts.options.remat, "scan_blocks": parts.model.scan_blocks}
-    return contender(task, parts.model, mesh, parts.options, about, before)
+    model = parts.model
+    assert isinstance(model, ModelDef), model
+    about = {"attention": parts.attention[0], "remat": parts.options.remat, "scan_blocks": model.scan_blocks}
+    return contender(task, model, mesh, parts.options, about, before)
