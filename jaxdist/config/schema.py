@@ -205,8 +205,8 @@ class MemoryConfig:
 
     remat: str | tuple[str, ...] = setting(
         AUTO,
-        "what the backward pass computes again, of each block; a list: all but these values; auto: dots on GPUs, or"
-        " full where that does not fit, and none elsewhere",
+        "what the backward pass computes again, of each block; a list: all but these values; auto: dots on GPUs,"
+        " full where that does not fit, none on one GPU where that fits, and none elsewhere",
         choices=(AUTO, *MODES),
         listed=NAMES,
     )

@@ -1,4 +1,4 @@
-"""`memory.remat: auto` on GPUs: products are kept where that fits into memory."""
+"""`memory.remat: auto` on GPUs: products are kept where that fits into memory, and on one GPU everything."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-from jaxdist.config.checks import with_default_remat
-from jaxdist.config.rules.remat import AUTO, REMAT
+from jaxdist.config.checks import default_remat, unrolls
+from jaxdist.config.rules.remat import AUTO, REMAT, Remat
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK, memory_of
-from jaxdist.plan.compiled.hardware import gpu_of
+from jaxdist.plan.compiled.hardware import Gpu, gpu_of
 from jaxdist.processes import from_first
 from jaxdist.runtime.gpu_memory import memory_share
 from jaxdist.runtime.start import start
@@ -27,22 +27,38 @@ _MARGIN = 1.08
 
 
 def start_fitting(config: Config, watched: Callable[[Config], AbstractContextManager[Any]] = nullcontext) -> Config:
-    """`runtime.start.start`; with `memory.remat` "full" where it is auto and "dots" may not fit, which a line says."""
+    """`runtime.start.start`; with `memory.remat` "none" or "full" where it is auto and that is better than "dots", as a
+    line says."""
     config = start(config, watched)
     gpu = gpu_of(jax.devices()[0].device_kind)
-    judged = with_default_remat(config, gpu=True)
-    if config.memory.remat != AUTO or judged.memory.remat != "dots" or gpu is None:
+    if config.memory.remat != AUTO or default_remat(config, gpu=True) != "dots" or gpu is None:
         return config
-    needed = needed_bytes(judged)
-    if needed is None or from_first(needed <= gpu.usable):
+    mode, why = from_first(fitting_mode(config, gpu))
+    if mode == "dots":
         return config
     if jax.process_index() == 0:
-        print(
-            f"{REMAT}: auto is full here: with dots a GPU may need {format_bytes(needed)}, and a run takes"
-            f" {memory_share():.0%} of {format_bytes(gpu.memory)}",
-            flush=True,
-        )
-    return replace(config, memory=replace(config.memory, remat="full"))
+        print(f"{REMAT}: auto is {mode} here: {why}", flush=True)
+    return _with_mode(config, mode)
+
+
+def fitting_mode(config: Config, gpu: Gpu) -> tuple[Remat, str]:
+    """(the mode of `memory.remat` with the shortest step that fits a GPU, why it is not "dots"). It is "dots" where the
+    bytes have no closed form."""
+    room = f"a run takes {memory_share():.0%} of {format_bytes(gpu.memory)}"
+    if unrolls(config, gpu=True):
+        # In a loop what blocks keep is copied, and "none" took longer than "dots"; without one it took 5 to 8 % less
+        # (docs/measurements/one_h200.json).
+        needed = needed_bytes(_with_mode(config, "none"))
+        if needed is not None and needed <= gpu.usable:
+            return "none", f"a GPU needs {format_bytes(needed)} at most, and {room}"
+    needed = needed_bytes(_with_mode(config, "dots"))
+    if needed is None or needed <= gpu.usable:
+        return "dots", ""
+    return "full", f"with dots a GPU may need {format_bytes(needed)}, and {room}"
+
+
+def _with_mode(config: Config, mode: Remat) -> Config:
+    return replace(config, memory=replace(config.memory, remat=mode))
 
 
 def needed_bytes(config: Config) -> int | None:

@@ -49,12 +49,17 @@ def test_an_assembled_step_knows_it_too() -> None:
         StepOptions(remat="auto")
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(8, "dots"), (1, "full")])
-def test_products_are_kept_where_that_fits(
-    gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("gpus", "rows", "expected"), [(8, 512, "dots"), (8, 64, "dots"), (1, 512, "full"), (1, 64, "dots"), (1, 8, "none")]
+)
+def test_what_fits_is_kept(
+    gpus: int, rows: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """512 rows of 1024 tokens on one GPU, or 64 on each of 8."""
-    given = load_config(H200, [f"mesh.fsdp={gpus}", "data.global_batch=512"], planned=True)
+    """Rows of 1024 tokens. Everything is kept on one GPU alone, where blocks are in no loop."""
+    one = ["parallel.strategy=ddp", "precision.reduce_dtype=null"] if gpus == 1 else []
+    given = load_config(
+        H200, [f"mesh.fsdp={gpus}", f"data.global_batch={rows}", "parallel.prefetch=null", *one], planned=True
+    )
     asked = replace(given, memory=replace(given.memory, remat="auto"))
     monkeypatch.setattr(auto_remat, "start", lambda config, watched: config)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=GPUS["h200"].description)])
@@ -63,7 +68,12 @@ def test_products_are_kept_where_that_fits(
     found = auto_remat.start_fitting(asked).memory.remat
     assert found == ("auto" if expected == "dots" else expected)  # auto stays, for other devices
     said = capsys.readouterr().out
-    assert ("memory.remat: auto is full here: with dots a GPU may need " in said) == (expected == "full")
+    lines = {
+        "full": "auto is full here: with dots a GPU may need ",
+        "none": "auto is none here: a GPU needs ",
+        "dots": "",
+    }
+    assert (f"memory.remat: {lines[expected]}" in said) if expected != "dots" else not said
     assert auto_remat.start_fitting(given).memory.remat == "dots"  # as it was asked for
 
 

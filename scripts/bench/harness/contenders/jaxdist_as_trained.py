@@ -1,5 +1,7 @@
 """jaxdist as `scripts/train.py` runs a configuration that names the model, the batch and the precision alone."""
 
+from dataclasses import replace
+
 import jax
 
 from harness.jaxdist_step import contender
@@ -9,6 +11,8 @@ from jaxdist.config.schema import Config, DataConfig, DevicesConfig, MeshConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.model import ModelDef
+from jaxdist.plan.auto_remat import fitting_mode
+from jaxdist.plan.compiled.hardware import gpu_of
 
 
 def jaxdist_as_trained(task: Task) -> Contender:
@@ -23,6 +27,8 @@ def jaxdist_as_trained(task: Task) -> Contender:
         precision=PrecisionConfig(task.precision),
         devices=DevicesConfig(simulated=1),
     )
+    if (gpu := gpu_of(jax.devices()[0].device_kind)) is not None:
+        config = replace(config, memory=replace(config.memory, remat=fitting_mode(config, gpu)[0]))
     parts = assemble(config, mesh)
     model = parts.model
     assert isinstance(model, ModelDef), model
