@@ -250,10 +250,10 @@ def init_state(
     model_state: a tree of arrays that a loss of your own takes and returns, such as running means; whole on every
     device, in the dtypes that it has: docs/own_loss.md. That of a module comes with its loss.
 
-    >>> params = {"w": jnp.ones((1024, 16)), "b": jnp.ones(3)}  # b has less than `min_shard_bytes`
+    >>> params = {"w": jnp.ones((16, 4)), "b": jnp.ones(3)}
     >>> state = jaxdist.init_state(params, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
     >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
-    {'b': (3,), 'w': (128, 16)}
+    {'b': (3,), 'w': (2, 4)}
     """
     module_init = source.init if isinstance(source, ModuleLoss) else None
     source, model_state = _taken_apart(source, model_state)

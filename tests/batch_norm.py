@@ -161,13 +161,7 @@ def train(net: Net, mean: Mean = shared_mean, *, sizes: dict[str, int], **option
     """By jaxdist, in a layout."""
     mesh, tx, options = jaxdist.make_mesh(**sizes), optimizer(), {"precision": "fp64", **options}
     state = jaxdist.init_state(
-        net.params(),
-        tx,
-        mesh,
-        model_state=net.state(),
-        strategy=options.get("strategy", "ddp"),
-        min_shard_bytes=0,
-        precision="fp64",
+        net.params(), tx, mesh, model_state=net.state(), strategy=options.get("strategy", "ddp"), precision="fp64"
     )
     step = jaxdist.make_train_step(user_loss(net, mean), tx, mesh, return_grads=True, **options)
     losses, accuracies, all_grads = [], [], []

@@ -158,13 +158,12 @@ def parts_of(case: Case, policy: str) -> tuple[optax.GradientTransformation, Tra
         context=case.form,
     )
     tx = optimizer(deterministic=case.algorithm == "deterministic")
-    target = state_target(model, tx, mesh, strategy=case.strategy, min_shard_bytes=0)
+    target = state_target(model, tx, mesh, strategy=case.strategy)
     step = make_train_step(
         model,
         tx,
         mesh,
         strategy=case.strategy,
-        min_shard_bytes=0,
         schedule=case.schedule,
         microbatches=case.microbatches,
         precision=policy,

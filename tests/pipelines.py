@@ -65,13 +65,12 @@ def start(case: Case, policy: str = "fp64") -> tuple[ModelDef, TrainState, Train
     model, tx = model_of(case, policy), layouts.optimizer()
     order = order_of_blocks(case.layers, stages=case.pipe, chunks=case.chunks, blocks=case.stages)
     params = reordered(layouts.initial(dataclasses.replace(config_of(case), dropout=0.0), policy), order)
-    state = place_params(params, tx, state_target(model, tx, mesh, strategy=case.strategy, min_shard_bytes=0))
+    state = place_params(params, tx, state_target(model, tx, mesh, strategy=case.strategy))
     step = make_train_step(
         model,
         tx,
         mesh,
         strategy=case.strategy,
-        min_shard_bytes=0,
         schedule=case.schedule,
         microbatches=case.microbatches,
         precision=policy,

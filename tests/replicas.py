@@ -29,7 +29,6 @@ def local_parts(
     model = gpt(config, max_length=SEQ, param_dtype=POLICIES[policy].param)
     options = StepOptions(
         strategy=case.strategy,
-        min_shard_bytes=0,
         schedule=case.schedule,
         microbatches=case.microbatches,
         precision=policy,

@@ -37,10 +37,8 @@ def square(params: Any, batch: Any, keys: Any) -> Any:
 
 def run_foreign(loss: Any, params: Any = None, batch: Any = None, **options: Any) -> Any:
     mesh = make_mesh(data=2, fsdp=2)
-    state = init_state(
-        {"w": jnp.ones((4, 4))} if params is None else params, SGD, mesh, strategy="zero3", min_shard_bytes=0
-    )
-    step = make_train_step(loss, SGD, mesh, strategy="zero3", min_shard_bytes=0, **options)
+    state = init_state({"w": jnp.ones((4, 4))} if params is None else params, SGD, mesh, strategy="zero3")
+    step = make_train_step(loss, SGD, mesh, strategy="zero3", **options)
     return step(state, np.ones((8, 4), np.float32) if batch is None else batch)
 
 
@@ -56,7 +54,7 @@ def test_axes_that_no_layer_uses_are_refused(sizes: dict[str, int]) -> None:
 
 def test_state_of_another_strategy() -> None:
     mesh = make_mesh(fsdp=8)
-    state = init_state({"w": jnp.ones((8,))}, SGD, mesh, strategy="zero3", min_shard_bytes=0)
+    state = init_state({"w": jnp.ones((8,))}, SGD, mesh, strategy="zero3")
     step = make_train_step(lambda p, b, k: ((b * p["w"]).sum(), 1.0), SGD, mesh, strategy="ddp")
     with pytest.raises(UserError, match="'ddp' was given shards"):
         step(state, np.ones((8, 1), np.float32))
@@ -65,10 +63,10 @@ def test_state_of_another_strategy() -> None:
 def test_state_of_another_mesh_dtype_or_layout() -> None:
     mesh, other = make_mesh(fsdp=8), make_mesh(data=8)
     params, rows = {"w": jnp.ones((8, 8))}, np.ones((8, 8), np.float32)
-    step = make_train_step(square, SGD, mesh, strategy="zero3", min_shard_bytes=0)
+    step = make_train_step(square, SGD, mesh, strategy="zero3")
     with pytest.raises(UserError, match="state: made on another mesh"):
-        step(init_state(params, SGD, other, strategy="zero3", min_shard_bytes=0), rows)
-    step(init_state(params, SGD, mesh, strategy="zero3", min_shard_bytes=0), rows)
+        step(init_state(params, SGD, other, strategy="zero3"), rows)
+    step(init_state(params, SGD, mesh, strategy="zero3"), rows)
     with pytest.raises(UserError, match="state: laid out differently"):
         step(init_state(params, SGD, mesh, strategy="ddp"), rows)
     with pytest.raises(UserError, match="state: laid out differently"):
@@ -80,8 +78,8 @@ def test_state_of_another_mesh_dtype_or_layout() -> None:
 def test_what_is_wrong_with_a_batch_is_said_whatever_the_state() -> None:
     """Arrays that are committed nowhere are moved to where the step wants them; it is not the layout that is wrong."""
     mesh, rows = make_mesh(fsdp=8), np.ones((8, 8), np.float32)
-    step = make_train_step(square, SGD, mesh, strategy="zero3", min_shard_bytes=0)
-    state, metrics = step(init_state({"w": jnp.eye(8)}, SGD, mesh, strategy="zero3", min_shard_bytes=0), rows)
+    step = make_train_step(square, SGD, mesh, strategy="zero3")
+    state, metrics = step(init_state({"w": jnp.eye(8)}, SGD, mesh, strategy="zero3"), rows)
     for loose in (jax.tree.map(jnp.asarray, jax.device_get(state)), jax.device_get(state)):
         with pytest.raises(UserError, match="data.global_batch: 7 does not divide by 8"):
             step(loose, rows[:7])
@@ -157,7 +155,7 @@ def test_negative_targets_count_nothing() -> None:
 
 
 def test_a_single_array_as_the_parameters_is_sharded_like_any() -> None:
-    target = state_target(jnp.ones((16, 3)), optax.adamw(1e-3), make_mesh(fsdp=8), strategy="zero3", min_shard_bytes=0)
+    target = state_target(jnp.ones((16, 3)), optax.adamw(1e-3), make_mesh(fsdp=8), strategy="zero3")
     specs = {leaf.sharding.spec for leaf in jax.tree.leaves((target.params, target.opt_state)) if leaf.ndim}
     assert specs == {jax.P("fsdp", None)}
 
@@ -167,8 +165,8 @@ def test_full_remat_recomputes_the_products(strategy: str) -> None:
     mesh = make_mesh(fsdp=2)
 
     def products(model: Any, source: Any, batch: Any, remat: str) -> int:
-        step = make_train_step(model, SGD, mesh, strategy=strategy, min_shard_bytes=0, remat=remat)
-        state = state_target(source, SGD, mesh, strategy=strategy, min_shard_bytes=0)
+        step = make_train_step(model, SGD, mesh, strategy=strategy, remat=remat)
+        state = state_target(source, SGD, mesh, strategy=strategy)
         return primitive_counts(step.jitted(state).trace(state, batch).jaxpr)["dot_general"]
 
     ours = [products(MODEL, MODEL, make_batch(), remat) for remat in ("none", "full")]
@@ -187,12 +185,8 @@ def test_bf16_gradients_are_near_fp32_even_of_frequent_tokens() -> None:
     batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((64, 64), np.float32)}
 
     def grads(precision: str) -> Any:
-        step = make_train_step(
-            model, SGD, mesh, strategy="zero3", min_shard_bytes=0, precision=precision, return_grads=True
-        )
-        return jax.device_get(
-            step(init_state(model, SGD, mesh, strategy="zero3", min_shard_bytes=0), batch)[1]["grads"]
-        )
+        step = make_train_step(model, SGD, mesh, strategy="zero3", precision=precision, return_grads=True)
+        return jax.device_get(step(init_state(model, SGD, mesh, strategy="zero3"), batch)[1]["grads"])
 
     got, want = grads("bf16"), grads("fp32")
     for tree in (got, want):  # the gradient of a key bias is zero but for rounding

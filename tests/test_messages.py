@@ -62,7 +62,7 @@ def rerun_a_cell() -> None:
         step(state, ROWS)
 
 
-ZERO3: dict[str, Any] = {"strategy": "zero3", "min_shard_bytes": 0}
+ZERO3: dict[str, Any] = {"strategy": "zero3"}
 CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a function among the parameters": (
         lambda: run({}, {}, params=Layer(jnp.ones((4, 4)), jnp.tanh)),
@@ -84,18 +84,9 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: run(ZERO3, {}),
         ["strategy: 'ddp'", "give make_train_step", "strategy='zero3'"],
     ),
-    "fsdp as a strategy": (
-        lambda: run({"strategy": "fsdp", "min_shard_bytes": 0}, {}),
-        ["'fsdp' is not known", "ddp, zero1", "'zero3'?"],
-    ),
-    "dp as a strategy": (
-        lambda: run({}, {"strategy": "dp", "min_shard_bytes": 0}),
-        ["'dp' is not known", "did you mean 'ddp'?"],
-    ),
-    "zero as a strategy": (
-        lambda: run({}, {"strategy": "zero", "min_shard_bytes": 0}),
-        ["'zero' is not known", "did you mean 'zero3'?"],
-    ),
+    "fsdp as a strategy": (lambda: run({"strategy": "fsdp"}, {}), ["'fsdp' is not known", "ddp, zero1", "'zero3'?"]),
+    "dp as a strategy": (lambda: run({}, {"strategy": "dp"}), ["'dp' is not known", "did you mean 'ddp'?"]),
+    "zero as a strategy": (lambda: run({}, {"strategy": "zero"}), ["'zero' is not known", "did you mean 'zero3'?"]),
     "fsdp as a strategy, in YAML": (
         lambda: load_config(QUICKSTART, ["parallel.strategy=fsdp"]),
         ["parallel.strategy: 'fsdp' is not known", "did you mean 'zero3'?"],
@@ -198,7 +189,7 @@ def test_an_axis_of_size_1_shards_nothing() -> None:
 
 def test_a_state_and_a_step_are_one_line() -> None:
     mesh, params = jaxdist.make_mesh(fsdp=4), {"w": jnp.ones((4, 4))}
-    options = jaxdist.StepOptions(strategy="zero3", min_shard_bytes=0, precision="bf16", microbatches=2)  # type: ignore[arg-type]
+    options = jaxdist.StepOptions(strategy="zero3", precision="bf16", microbatches=2)  # type: ignore[arg-type]
     state, step = jaxdist.init_state(params, SGD, mesh, options), jaxdist.make_train_step(loss, SGD, mesh, options)
     told = "strategy='zero3', mesh: fsdp=4, schedule='accumulate', microbatches=2, precision='bf16'"
     assert repr(step) == f"TrainStep({told}, not compiled yet)"
@@ -227,8 +218,8 @@ def test_whatever_a_state_holds_it_has_a_text() -> None:
 
 def test_a_ledger_and_a_sharding_table_are_printed_as_tables() -> None:
     mesh, params = abstract_mesh(fsdp=64), {"w": jnp.ones((64, 4)), "b<1>": jnp.ones(4)}
-    target = jaxdist.state_target(params, SGD, mesh, strategy="zero3", min_shard_bytes=0)
-    step = jaxdist.make_train_step(loss, SGD, mesh, strategy="zero3", min_shard_bytes=0)
+    target = jaxdist.state_target(params, SGD, mesh, strategy="zero3")
+    step = jaxdist.make_train_step(loss, SGD, mesh, strategy="zero3")
     found = jaxdist.ledger(step, target, np.ones((64, 64), np.float32))
     heads, *rows, empty, total = str(found).splitlines()[1:]
     assert heads.split()[:3] == ["op", "axes", "n"] and len(rows) == len(found.collectives) > 1 and not empty

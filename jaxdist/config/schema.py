@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxdist.config.entries import Entries, Section, named, with_options
 from jaxdist.config.rules.fields import parse_mixture, section, setting
-from jaxdist.config.rules.mesh import MIN_SHARD_BYTES
 from jaxdist.config.rules.remat import AUTO, MODES, NAMES
 from jaxdist.config.rules.transformer import CONTEXT_FORMS
 from jaxdist.config.sections.distill import DistillConfig
@@ -157,7 +156,7 @@ class ParallelConfig:
         at_least=1,
     )
     min_shard_bytes: int = setting(
-        MIN_SHARD_BYTES, "parameters smaller than this, per block, are split neither by zero nor over pipe", at_least=0
+        32768, "parameters smaller than this, per block, are split neither by zero nor over pipe", at_least=0
     )
     reshard_after_forward: bool = setting(True, "zero3: false keeps gathered parameters until the backward pass")
     prefetch: int | None = setting(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxdist.config.rules.mesh import MIN_SHARD_BYTES
 from jaxdist.config.rules.overlap import check_batch_split
 from jaxdist.config.rules.remat import Remat, check_prefetch, check_remat
 from jaxdist.config.sections.grad_sync import GradSync
@@ -26,8 +25,7 @@ class StepOptions:
 
     precision: a `Precision`, or the name of a policy.
     grad_sync: how gradients are summed over devices.
-    min_shard_bytes: parameters smaller than this, counted for one block, stay whole: a collective costs more than it
-        saves there.
+    min_shard_bytes: parameters smaller than this, counted for one block, stay whole.
     reshard_after_forward: whether zero3 gathers again for the backward pass; else it keeps the gathered parameters.
     prefetch: 1 communicates for one block while another computes (`blocks.prefetch`); 0 does not.
     batch_split: 2 runs each block for two halves of a device's samples, so that what one half sends travels while the
@@ -49,7 +47,7 @@ class StepOptions:
 
     precision: Precision = "fp32"  # type: ignore[assignment]  # a name is resolved below
     grad_sync: GradSync = field(default_factory=GradSync)
-    min_shard_bytes: int = MIN_SHARD_BYTES
+    min_shard_bytes: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 0
     batch_split: int = 1

@@ -50,14 +50,14 @@ def parts(*, width: int = 16, optimizer: str = "adamw", dtype: Any = jnp.float32
 def target(layout: str, **options: Any) -> TrainState:
     sizes = dict(LAYOUTS[layout])
     strategy = sizes.pop("strategy")
-    return state_target(*parts(**options), make_mesh(**sizes), strategy=strategy, min_shard_bytes=0)
+    return state_target(*parts(**options), make_mesh(**sizes), strategy=strategy)
 
 
 def state_of(layout: str) -> TrainState:
     """A state with no two leaves alike: moments and counts are not zero."""
     sizes = dict(LAYOUTS[layout])
     strategy = sizes.pop("strategy")
-    state = init_state(*parts(), make_mesh(**sizes), strategy=strategy, min_shard_bytes=0, seed=1)
+    state = init_state(*parts(), make_mesh(**sizes), strategy=strategy, seed=1)
     leaves, tree = jax.tree.flatten(state)
     random = np.random.default_rng(0)
 

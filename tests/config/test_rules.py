@@ -33,7 +33,7 @@ def step(mesh: dict[str, int] | None = None, rows: int = 8, **options: Any) -> N
     on = make_mesh(**mesh) if mesh else on
     made = make_train_step(model, tx, on, **options)
     batch: dict[str, Any] = dict.fromkeys(("inputs", "targets"), np.zeros((rows, 8), np.int32))
-    target = state_target(model, tx, on, strategy=options.get("strategy", "ddp"), min_shard_bytes=0)
+    target = state_target(model, tx, on, strategy=options.get("strategy", "ddp"))
     made.lower(target, batch | {"weights": np.ones((rows, 8), np.float32)})
 
 

@@ -95,13 +95,12 @@ def run(
     data, fsdp, tensor = case.mesh
     optimizer, mesh = OPTIMIZERS[name](), make_mesh(data=data, fsdp=fsdp, tensor=tensor)
     sync, model = GradSync(deterministic=deterministic), gpt(model_config(style), max_length=LENGTH)
-    state = init_state(model, optimizer, mesh, strategy=case.strategy, min_shard_bytes=0)
+    state = init_state(model, optimizer, mesh, strategy=case.strategy)
     step = make_train_step(
         model,
         optimizer,
         mesh,
         strategy=case.strategy,
-        min_shard_bytes=0,
         precision=precision,
         microbatches=case.microbatches,
         grad_sync=sync,
@@ -166,9 +165,7 @@ def test_parameters_start_with_the_same_bits_in_every_layout(width: int) -> None
     """Shards of 3, 4, 6, 12 and 16 columns: loops that a compiler rounds each in its own way."""
     model = gpt(dataclasses.replace(model_config("gpt2"), width=width), max_length=LENGTH)
     meshes = [make_mesh(), make_mesh(fsdp=2), make_mesh(data=2, fsdp=4), make_mesh(fsdp=8), make_mesh(tensor=4)]
-    want, *others = (
-        bits(init_state(model, optax.sgd(1.0), mesh, strategy="zero3", min_shard_bytes=0).params) for mesh in meshes
-    )
+    want, *others = (bits(init_state(model, optax.sgd(1.0), mesh, strategy="zero3").params) for mesh in meshes)
     for got in others:
         np.testing.assert_array_equal(got, want)
 
@@ -286,8 +283,8 @@ def test_same_bits_for_a_loss_of_ones_own() -> None:
     layouts = (("ddp", {}), ("ddp", {"data": 8}), ("zero3", {"fsdp": 4}), ("zero3", {"data": 2, "fsdp": 2}))
     for strategy, sizes in layouts:
         optimizer, mesh = optax.chain(clip_by_ordered_norm(1.0), optax.adamw(1e-2)), make_mesh(**sizes)
-        state = init_state(params, optimizer, mesh, strategy=strategy, min_shard_bytes=0)
-        step = make_train_step(loss, optimizer, mesh, strategy=strategy, min_shard_bytes=0, grad_sync=DETERMINISTIC)
+        state = init_state(params, optimizer, mesh, strategy=strategy)
+        step = make_train_step(loss, optimizer, mesh, strategy=strategy, grad_sync=DETERMINISTIC)
         for _ in range(5):
             state, metrics = step(state, batch)
         found.add((bits(state.params).tobytes(), float(metrics["loss"])))
@@ -304,9 +301,9 @@ def test_same_bits_for_a_loss_of_ones_own() -> None:
 )
 def test_an_optimizer_that_sums_over_shards_is_refused(optimizer: Any) -> None:
     model, mesh = gpt(model_config("gpt2"), max_length=LENGTH), make_mesh(fsdp=2)
-    step = make_train_step(model, optimizer, mesh, strategy="zero3", min_shard_bytes=0, grad_sync=DETERMINISTIC)
+    step = make_train_step(model, optimizer, mesh, strategy="zero3", grad_sync=DETERMINISTIC)
     with pytest.raises(UserError, match="clip_by_ordered_norm"):
-        step.jitted(state_target(model, optimizer, mesh, strategy="zero3", min_shard_bytes=0))
+        step.jitted(state_target(model, optimizer, mesh, strategy="zero3"))
 
 
 @pytest.mark.slow

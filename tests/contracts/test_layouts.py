@@ -181,18 +181,9 @@ def test_dropout_masks_depend_on_the_sample_not_on_the_device(case: Case) -> Non
         mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2])
         config = dataclasses.replace(model_config(case), dropout=0.3)
         model, tx = gpt(config, max_length=SEQ, param_dtype=jnp.float64), optax.sgd(0.0)
-        state = place_params(
-            initial(config, "fp64"), tx, state_target(model, tx, mesh, strategy=case.strategy, min_shard_bytes=0)
-        )
+        state = place_params(initial(config, "fp64"), tx, state_target(model, tx, mesh, strategy=case.strategy))
         step = make_train_step(
-            model,
-            tx,
-            mesh,
-            strategy=case.strategy,
-            min_shard_bytes=0,
-            microbatches=case.microbatches,
-            precision="fp64",
-            return_grads=True,
+            model, tx, mesh, strategy=case.strategy, microbatches=case.microbatches, precision="fp64", return_grads=True
         )
         first = step(state, make_batch(32, 0))[1]
         return jax.device_get(first["grads"])

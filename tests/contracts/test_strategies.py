@@ -46,8 +46,8 @@ def batch(size: int = 16, length: int = 8) -> dict[str, np.ndarray]:
 
 def jaxpr_of(strategy: str, *, data: int = 1, fsdp: int = 1, model: ModelConfig = LLAMA, **options: Any) -> Any:
     mesh, tx, definition = make_mesh(data=data, fsdp=fsdp), optax.sgd(1.0), gpt(model, max_length=8)
-    step = make_train_step(definition, tx, mesh, strategy=strategy, min_shard_bytes=0, **options)
-    target = state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0)
+    step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
+    target = state_target(definition, tx, mesh, strategy=strategy)
     return step.jitted(target).trace(target, batch()).jaxpr
 
 
@@ -60,9 +60,9 @@ def temporary_of(strategy: str, layers: int, *, rows: int, length: int, prefetch
     """Bytes beside the state, on 8 devices with full remat."""
     mesh, tx = make_mesh(fsdp=8), optax.sgd(0.1)
     model = gpt(dataclasses.replace(WIDE, layers=layers), max_length=length)
-    step = make_train_step(model, tx, mesh, strategy=strategy, min_shard_bytes=0, remat="full", prefetch=prefetch)
+    step = make_train_step(model, tx, mesh, strategy=strategy, remat="full", prefetch=prefetch)
     data = jax.device_put(batch(rows, length), NamedSharding(mesh, BATCH_SPEC))
-    program = step.lower(state_target(model, tx, mesh, strategy=strategy, min_shard_bytes=0), data).compile()
+    program = step.lower(state_target(model, tx, mesh, strategy=strategy), data).compile()
     return int(program.memory_analysis().temp_size_in_bytes)
 
 
@@ -195,8 +195,8 @@ EVERYDAY = [("zero3", CUBE, GPT2), ("zero1", ODD, GPT2)]
 def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int], config: ModelConfig) -> None:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
     model = gpt(config, max_length=8)
-    state = init_state(model, tx, mesh, strategy=name, min_shard_bytes=0)
-    target = state_target(model, tx, mesh, strategy=name, min_shard_bytes=0)
+    state = init_state(model, tx, mesh, strategy=name)
+    target = state_target(model, tx, mesh, strategy=name)
     for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding
         assert leaf.shape == wanted.shape
@@ -205,7 +205,7 @@ def test_state_bytes_are_exact_and_fully_aliased(name: str, sizes: dict[str, int
         held = [s.data.nbytes for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards if s.device == device]
         assert sum(held) == expected
     data = jax.device_put(batch(24 if sizes.get("fsdp") == 3 else 16), NamedSharding(mesh, BATCH_SPEC))
-    step = make_train_step(model, tx, mesh, strategy=name, min_shard_bytes=0)
+    step = make_train_step(model, tx, mesh, strategy=name)
     assert step.lower(state, data).compile().memory_analysis().alias_size_in_bytes == expected
 
 
@@ -215,7 +215,7 @@ def test_zero_shrinks_the_state_by_the_axis(name: str) -> None:
 
     def held(**sizes: int) -> int:
         mesh = make_mesh(**sizes)
-        target = state_target(model, tx, mesh, strategy=name, min_shard_bytes=0)
+        target = state_target(model, tx, mesh, strategy=name)
         return sum(bytes_per_device(leaf, leaf.sharding.spec, mesh) for leaf in jax.tree.leaves(target))
 
     counters = 24  # TrainState.step, the four numbers of its guard, and Adam's count, four bytes each
@@ -226,10 +226,7 @@ def test_zero_shrinks_the_state_by_the_axis(name: str) -> None:
 def test_nothing_compiles_after_the_first_step(name: str) -> None:
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
     model = gpt(GPT2, max_length=8)
-    state, step = (
-        init_state(model, tx, mesh, strategy=name, min_shard_bytes=0),
-        make_train_step(model, tx, mesh, strategy=name, min_shard_bytes=0),
-    )
+    state, step = init_state(model, tx, mesh, strategy=name), make_train_step(model, tx, mesh, strategy=name)
     for _ in range(3):
         state, _ = step(state, jax.device_put(batch(), NamedSharding(mesh, BATCH_SPEC)))
     assert step.jitted(state)._cache_size() == 1
@@ -258,7 +255,7 @@ def test_sharding_takes_the_first_free_dim_and_leaves_the_stack_alone() -> None:
 def test_every_init_is_the_same_array(name: str, sizes: dict[str, int]) -> None:
     model, tx = gpt(GPT2, max_length=8), optax.adamw(1e-3)
     want = jax.device_get(init_state(model, tx, make_mesh(), strategy="ddp").params)
-    got = jax.device_get(init_state(model, tx, make_mesh(**sizes), strategy=name, min_shard_bytes=0).params)
+    got = jax.device_get(init_state(model, tx, make_mesh(**sizes), strategy=name).params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -270,12 +267,12 @@ def test_layer_specs_that_do_not_divide_are_named() -> None:
 
 def test_unknown_strategy_lists_the_folder() -> None:
     with pytest.raises(UserError, match="'zero33' is not known; allowed: .*ddp, .*zero1, .*did you mean 'zero3'"):
-        get_strategy(StrategyOptions(POLICIES["fp32"], strategy="zero33", min_shard_bytes=0))
+        get_strategy(StrategyOptions(POLICIES["fp32"], strategy="zero33"))
 
 
 def test_optimizer_state_is_sharded_like_its_parameter() -> None:
     mesh, tx = make_mesh(fsdp=8), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    target = state_target(gpt(LLAMA, max_length=8), tx, mesh, strategy="zero3", min_shard_bytes=0)
+    target = state_target(gpt(LLAMA, max_length=8), tx, mesh, strategy="zero3")
     sharded = [leaf for leaf in jax.tree.leaves(target.opt_state) if "fsdp" in spec_axes(leaf.sharding.spec)]
     assert len(sharded) == 2 * len(jax.tree.leaves(target.params))
 
@@ -291,10 +288,8 @@ def test_the_step_lowers_for_gpus(name: str, algorithm: str) -> None:
     """As far as a machine without a GPU can take it: StableHLO for CUDA, with every collective in it."""
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
     model = gpt(GPT2, max_length=8)
-    state = state_target(model, tx, mesh, strategy=name, min_shard_bytes=0)
-    step = make_train_step(
-        model, tx, mesh, strategy=name, min_shard_bytes=0, precision="bf16", grad_sync=GradSync(algorithm)
-    )
+    state = state_target(model, tx, mesh, strategy=name)
+    step = make_train_step(model, tx, mesh, strategy=name, precision="bf16", grad_sync=GradSync(algorithm))
     text = step.jitted(state).trace(state, batch()).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.all_reduce" in text
     assert ("stablehlo.collective_permute" in text) == (algorithm != "native")

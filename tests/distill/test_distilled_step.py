@@ -109,7 +109,6 @@ def parts(case: Case, cached: int = 0, mixture: Mixture = MIXTURE) -> tuple[Any,
     student = gpt(model_config(case), max_length=SEQ, param_dtype=jnp.float64, sequence_parallel=case.sequence)
     options = StepOptions(
         strategy=case.strategy,
-        min_shard_bytes=0,
         schedule=case.schedule,
         microbatches=case.microbatches,
         precision="fp64",
@@ -120,7 +119,7 @@ def parts(case: Case, cached: int = 0, mixture: Mixture = MIXTURE) -> tuple[Any,
     teacher: Any = {}
     if not cached:
         model = gpt(TEACHER, max_length=SEQ, param_dtype=jnp.float64)
-        teacher = Teacher(model, mesh, StepOptions(strategy="zero3", min_shard_bytes=0, precision="fp64"))
+        teacher = Teacher(model, mesh, StepOptions(strategy="zero3", precision="fp64"))
         teacher.place(teacher_params())
     tx = optimizer()
     step = of_student(join(student, teacher, tx, mesh, options, mixture), mesh, options)

@@ -48,7 +48,7 @@ def drawn(name: str) -> Any:
 
 def generator(name: str, sampling: Sampling, *, strategy: str = "ddp", cache: bool = True, **sizes: int) -> Any:
     """(the generator, parameters in their layout)."""
-    mesh, options = make_mesh(**sizes), StepOptions(strategy=strategy, min_shard_bytes=0, precision="fp64")
+    mesh, options = make_mesh(**sizes), StepOptions(strategy=strategy, precision="fp64")
     model = gpt(config_of(name), max_length=64, param_dtype="float64")
     target = state_target(model, optax.identity(), mesh, options).params
     placed = jax.tree.map(lambda array, like: jax.device_put(array, like.sharding), drawn(name), target)

@@ -142,17 +142,15 @@ def check(head: str, mesh: dict[str, int], *, strategy: str = "zero3", model: An
     """Losses, all gradients, the parameters after three steps, and an evaluation are those of one device."""
     made, (first, steps, last) = model_of(head, **model or {}), one_device(head)
     tx, placed = layouts.optimizer(), make_mesh(**mesh)
-    target = state_target(made, tx, placed, strategy=strategy, min_shard_bytes=0)
-    step = make_train_step(
-        made, tx, placed, strategy=strategy, min_shard_bytes=0, precision="fp64", return_grads=True, **options
-    )
+    target = state_target(made, tx, placed, strategy=strategy)
+    step = make_train_step(made, tx, placed, strategy=strategy, precision="fp64", return_grads=True, **options)
     state = place_params(first, tx, target)
     for i, (want, grads) in enumerate(steps):
         state, metrics = step(state, jax.device_put(batch_of(i, head), NamedSharding(placed, BATCH_SPEC)))
         assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-10)
         assert oracle.error(metrics["grads"], grads) < 1e-10
     assert oracle.error(state.params, last) < 1e-10
-    every = StepOptions(strategy=strategy, min_shard_bytes=0, precision=POLICIES["fp64"], **options)
+    every = StepOptions(strategy=strategy, precision=POLICIES["fp64"], **options)
     evaluate = make_eval_step(made, placed, specs_of_arrays(state.params), get_strategy(every))
     batch, name = batch_of(9, head), "label" if head == "classification" else "targets"
     with jax.numpy_dtype_promotion("standard"):
@@ -204,8 +202,8 @@ def test_half_precision_is_near(head: str, precision: str) -> None:
     params, losses = oracle.drawn(model.shapes), []
     for sizes in ({"fsdp": 2}, {"tensor": 2}):
         mesh = make_mesh(**sizes)
-        target = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-        step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision=precision)
+        target = state_target(model, tx, mesh, strategy="zero3")
+        step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
         batch = jax.device_put(batch_of(0, head), NamedSharding(mesh, BATCH_SPEC))
         losses.append(float(step(place_params(params, tx, target), batch)[1]["loss"]))
     want = float(plain_loss(params, batch_of(0, head)))

@@ -186,7 +186,7 @@ def evaluated(head: type, *, policy: str = "fp32") -> Any:
         in_precision(model_def(build, param_dtype=POLICIES[policy].param), POLICIES[policy]),
         make_mesh(fsdp=2),
     )
-    options = StepOptions(strategy="zero3", min_shard_bytes=0, precision=POLICIES[policy])
+    options = StepOptions(strategy="zero3", precision=POLICIES[policy])
     params = state_target(model, optax.sgd(0.1), mesh, options).params
     step = make_eval_step(model, mesh, specs_of_arrays(params), get_strategy(options))
     batch = {name: leaf.astype(np.float32) if name == "image" else leaf for name, leaf in batch_of(0).items()}
@@ -363,7 +363,6 @@ def test_fit_evaluates_metrics_of_a_head(tmp_path: Path) -> None:
         steps=2,
         mesh=make_mesh(fsdp=2, tensor=2),
         strategy="zero3",
-        min_shard_bytes=0,
         run_dir=tmp_path,
         eval_data=data,
         settings={"train.eval_every": 2, "observe.console": "plain"},

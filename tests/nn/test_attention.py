@@ -177,8 +177,8 @@ def test_a_vit_lowers_to_cudnn(cudnn: None) -> None:
     """It has an odd number of positions: the class token before 16 patches."""
     config = vit_options(layers=2, width=32, heads=4, image_size=16, patch_size=4, classes=4, attention="cudnn")
     model, tx, mesh = vit(config, max_length=0), optax.adamw(1e-3), make_mesh(fsdp=2)
-    state = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision="bf16")
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision="bf16")
     batch = {
         "image": np.zeros((8, 16, 16, 3), np.uint8),
         "label": np.zeros(8, np.int32),
@@ -193,8 +193,8 @@ def kernels(model: ModelConfig, strategy: str, sizes: dict[str, int], **options:
     """How often each of cuDNN's kernels stands in the step as lowered for CUDA."""
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
     made, ids = gpt(model, max_length=8), np.zeros((8, 8), np.int32)
-    state = state_target(made, tx, mesh, strategy=strategy, min_shard_bytes=0)
-    step = make_train_step(made, tx, mesh, strategy=strategy, min_shard_bytes=0, precision="bf16", **options)
+    state = state_target(made, tx, mesh, strategy=strategy)
+    step = make_train_step(made, tx, mesh, strategy=strategy, precision="bf16", **options)
     batch = {"inputs": ids, "targets": ids, "weights": np.ones((8, 8), np.float32)}
     text = step.jitted(state).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
     assert "CustomSPMDPartitioning" not in text  # the manual region is nobody's to partition

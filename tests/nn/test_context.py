@@ -149,10 +149,8 @@ def grads_with_dropout(context: int, form: str | None, documents: bool = False, 
     config = dataclasses.replace(model_config(LLAMA), dropout=0.3)
     mesh_of, tx = make_mesh(context=context, **mesh), optax.sgd(0.0)
     model = gpt(config, max_length=SEQ, param_dtype=jnp.float64, context=form)
-    options: Any = (
-        {"strategy": "zero3", "min_shard_bytes": 0, "remat": "full", "microbatches": 2} if form == "ring" else {}
-    )
-    target = state_target(model, tx, mesh_of, strategy=options.get("strategy", "ddp"), min_shard_bytes=0)
+    options: Any = {"strategy": "zero3", "remat": "full", "microbatches": 2} if form == "ring" else {}
+    target = state_target(model, tx, mesh_of, strategy=options.get("strategy", "ddp"))
     state = place_params(initial(config, "fp64"), tx, target)
     step = make_train_step(model, tx, mesh_of, precision="fp64", return_grads=True, **options)
     return jax.device_get(step(state, make_batch(8, 0, documents=documents))[1]["grads"])
@@ -266,7 +264,7 @@ def test_state_is_split_over_fsdp_and_context(strategy: str) -> None:
     model = gpt(model_config(LLAMA), max_length=SEQ, context="ring")
 
     def bytes_of(**mesh: int) -> tuple[int, int]:
-        target = state_target(model, tx, make_mesh(**mesh), strategy=strategy, min_shard_bytes=0)
+        target = state_target(model, tx, make_mesh(**mesh), strategy=strategy)
         leaves = jax.tree.leaves((target.params, target.opt_state))
         split = [leaf for leaf in leaves if leaf.ndim and has_shards(leaf.sharding.spec)]
         own = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in split)

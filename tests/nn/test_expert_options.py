@@ -242,9 +242,7 @@ def test_generation_is_that_of_one_device_and_drops_nothing(mesh: dict[str, int]
 
     def texts(sizes: dict[str, int]) -> list[Any]:
         model, tx = model_of(moe), optax.sgd(0.1)
-        target = state_target(
-            model, tx, mesh_of(sizes), strategy="zero3" if "fsdp" in sizes else "ddp", min_shard_bytes=0
-        )
+        target = state_target(model, tx, mesh_of(sizes), strategy="zero3" if "fsdp" in sizes else "ddp")
         placed = place_params(drawn(model, 0.3), only_trained(tx, (), model.update_rules), target).params
         found = generate(model, placed, [[1, 2, 3], [4, 5], [6], [7]], max_tokens=6, temperature=0.0)
         return [each.ids for each in found]

@@ -158,9 +158,9 @@ def test_linear_layers_multiply_in_float8_and_nothing_else_does(config: ModelCon
     What is lowered for GPUs has the float8 products in it."""
     mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
     model = gpt(config, max_length=8, fp8=True)
-    target = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
+    target = state_target(model, tx, mesh, strategy="zero3")
     traced = (
-        make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision="fp8")
+        make_train_step(model, tx, mesh, strategy="zero3", precision="fp8")
         .jitted(target)
         .trace(target, random_tokens())
     )
@@ -205,14 +205,13 @@ def first_step(strategy: str, schedule: str, remat: str, axes: tuple[tuple[str, 
         tx,
         mesh,
         strategy=strategy,
-        min_shard_bytes=0,
         schedule=schedule,
         precision="fp8" if fp8 else "bf16",
         remat=remat,
         return_grads=True,
         microbatches=2 if mesh.shape["pipe"] > 1 else 1,
     )
-    metrics = step(init_state(model, tx, mesh, strategy=strategy, min_shard_bytes=0), random_tokens(16))[1]
+    metrics = step(init_state(model, tx, mesh, strategy=strategy), random_tokens(16))[1]
     return jax.device_get((metrics["loss"], metrics["grads"]))
 
 
@@ -230,14 +229,8 @@ def test_a_pipeline_of_shards_is_typed() -> None:
     """Traced: each cast between what is the same on all devices and what is not is where it belongs."""
     mesh, tx = make_mesh(pipe=2, fsdp=2, tensor=2), optax.sgd(0.1)
     model = gpt(GPT2, max_length=8, fp8=True)
-    target = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    options = {
-        "strategy": "zero3",
-        "min_shard_bytes": 0,
-        "schedule": "one_f_one_b",
-        "microbatches": 2,
-        "precision": "fp8",
-    }
+    target = state_target(model, tx, mesh, strategy="zero3")
+    options = {"strategy": "zero3", "schedule": "one_f_one_b", "microbatches": 2, "precision": "fp8"}
     traced = make_train_step(model, tx, mesh, **options).jitted(target).trace(target, random_tokens())
     assert any(floats(each) == {E4M3.name, E5M2.name} for _, each in equations(traced.jaxpr))
 

@@ -108,7 +108,7 @@ def step_of(case: Case, policy: str, lora: LoraConfig | None = LORA, **options: 
     """(optimizer, target, step) of a layout with adapters."""
     mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
     tx, model = layouts.optimizer(deterministic=case.algorithm == "deterministic"), model_of(case, policy, lora)
-    given: Any = {"strategy": case.strategy, "min_shard_bytes": 0, "freeze": ADAPTERS_ONLY}
+    given: Any = {"strategy": case.strategy, "freeze": ADAPTERS_ONLY}
     given |= {"precision": policy, "grad_sync": layouts.sync_of(case), "schedule": case.schedule}
     given |= {"microbatches": case.microbatches, "remat": case.remat, "prefetch": case.prefetch, **options}
     return tx, state_target(model, tx, mesh, **given), make_train_step(model, tx, mesh, **given)

@@ -181,10 +181,8 @@ def check(model: ModelDef, loss: Any, *, mesh: dict[str, int], **options: Any) -
     leaves, treedef = jax.tree.flatten(model.shapes)
     first, steps, last = one_device(loss, (treedef, tuple(leaves)))
     tx, placed = layouts.optimizer(), make_mesh(**mesh)
-    target = state_target(model, tx, placed, strategy="zero3", min_shard_bytes=0)
-    step = make_train_step(
-        model, tx, placed, strategy="zero3", min_shard_bytes=0, precision="fp64", return_grads=True, **options
-    )
+    target = state_target(model, tx, placed, strategy="zero3")
+    step = make_train_step(model, tx, placed, strategy="zero3", precision="fp64", return_grads=True, **options)
     state = place_params(first, tx, target)
     for i, (want, grads) in enumerate(steps):
         state, metrics = step(state, jax.device_put(padded(i), NamedSharding(placed, BATCH_SPEC)))
@@ -221,8 +219,8 @@ def test_stock_layers_take_every_precision(precision: str, examples: dict[str, M
     """As it is traced. fp16 leaves the parameters of norms in float32, and a norm of Flax gives their dtype."""
     model = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, **SIZES), tied=True)
     mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
-    state = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision=precision)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
     with jax.numpy_dtype_promotion("standard"):
         new, _ = step.jitted(state).trace(state, padded(0)).out_info
     assert [leaf.dtype for leaf in jax.tree.leaves(new)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
@@ -235,8 +233,8 @@ def test_a_norm_that_widens_h_is_one_line(examples: dict[str, ModuleType]) -> No
 
     model = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, Uncast, **SIZES), tied=True)
     mesh, tx = make_mesh(fsdp=2), optax.sgd(0.1)
-    state = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision="fp16")
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision="fp16")
     said = (
         r"block: makes float32.* of float16.*precision\.keep_fp32.*: write norm\(h\)\.astype\(h\.dtype\) in the block"
     )
@@ -271,8 +269,8 @@ def test_every_block_is_given_its_rows(options: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Encoder, "__call__", lambda *given: seen.append(given[3]) or call(*given))
     mesh, tx = make_mesh(**({"pipe": 2} if options == PIPE else {"fsdp": 2})), optax.sgd(0.1)
     model = model_def(Bert, **BERT)
-    state = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, **options)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", **options)
     step.jitted(state).trace(state, padded(0))
     own = ROWS // (2 * options.get("microbatches", 1)) * (2 if options == PIPE else 1), layouts.SEQ
     assert seen and {(x.shape, str(x.dtype)) for x in jax.tree.leaves(seen)} == {(own, "bool"), (own, "float32")}
@@ -298,8 +296,8 @@ class Readers(nnx.Module):
 def test_rows_are_kept_once_and_not_for_each_block(options: Any) -> None:
     mesh, tx = make_mesh(**({"pipe": 2} if options == PIPE else {"fsdp": 2})), optax.sgd(0.1)
     model = model_def(Readers, rows=lambda batch: batch["memory"])
-    state = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, **options)
+    state = state_target(model, tx, mesh, strategy="zero3")
+    step = make_train_step(model, tx, mesh, strategy="zero3", **options)
     batch = padded(0) | {"memory": np.zeros((ROWS, 7, 5), np.float32)}
     traced = step.jitted(state).trace(state, batch).jaxpr
     shapes = {atom.aval.shape for _, each in jaxprs.equations(traced) for atom in each.outvars}
@@ -318,8 +316,8 @@ def test_stock_layers_take_the_memory_of_jaxdists_own(examples: dict[str, Module
     stock = model_def(lambda rngs: examples["own_blocks"].GPT(rngs, **sizes), tied=True)
     taken = []
     for model in (stock, gpt(ModelConfig(heads=4, vocab=256, **sizes), max_length=32)):
-        state = state_target(model, adamw, mesh, strategy="zero3", min_shard_bytes=0)
-        step = make_train_step(model, adamw, mesh, strategy="zero3", min_shard_bytes=0, remat="full")
+        state = state_target(model, adamw, mesh, strategy="zero3")
+        step = make_train_step(model, adamw, mesh, strategy="zero3", remat="full")
         with jax.numpy_dtype_promotion("standard"):
             memory = step.lower(state, batch).compile().memory_analysis()
         taken.append(memory.alias_size_in_bytes + memory.temp_size_in_bytes)

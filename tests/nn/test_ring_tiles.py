@@ -150,8 +150,8 @@ def lowered(context: int, *, documents: bool = False, remat: str = "none", atten
     """A step for CUDA. Nothing looks for a GPU or for cuDNN."""
     config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=32, style="llama", attention=attention)
     model, mesh, tx = gpt(config, max_length=24, context="ring"), make_mesh(context=context), optax.sgd(0.1)
-    state, ids = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0), np.zeros((2, 24), np.int32)
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision="bf16", remat=remat)
+    state, ids = state_target(model, tx, mesh, strategy="zero3"), np.zeros((2, 24), np.int32)
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision="bf16", remat=remat)
     batch = {"inputs": ids, "targets": ids, "weights": np.ones(ids.shape, np.float32)}
     batch |= {"documents": ids} if documents else {}
     return step.jitted(state).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()

@@ -75,7 +75,7 @@ def test_all_that_the_optimizer_sends_is_in_the_ledger() -> None:
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), make_optimizer(OPTIONS, steps=3)
     model = gpt(ModelConfig(layers=4, width=32, heads=4, vocab=64), max_length=8)
     target = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    step, batch = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0), token_shapes(8)
+    step, batch = make_train_step(model, tx, mesh, strategy="zero3"), token_shapes(8)
     whole = ledger(step, target, batch)
     rows = [each for each in whole.collectives if each.purpose.startswith("optimizer.")]
     kernels = [model.shapes["blocks"][a][b] for a, b in (("attention", "out"), ("mlp", "up"), ("mlp", "down"))]

@@ -155,10 +155,8 @@ def test_every_optimizer_takes_the_same_step_in_every_layout(name: str) -> None:
             width = 128 if name == "adafactor" else 16  # it factors dims of 128 and more
             config = dataclasses.replace(MODEL, style="llama", width=width, vocab=width * 2)
             model = gpt(config, max_length=8, param_dtype=jnp.float64)
-            state = place_params(
-                model.init(jax.random.key(0)), tx, state_target(model, tx, mesh, strategy=strategy, min_shard_bytes=0)
-            )
-            step = make_train_step(model, tx, mesh, strategy=strategy, min_shard_bytes=0, precision="fp64")
+            state = place_params(model.init(jax.random.key(0)), tx, state_target(model, tx, mesh, strategy=strategy))
+            step = make_train_step(model, tx, mesh, strategy=strategy, precision="fp64")
             for _ in range(2):
                 state, _ = step(state, batch)
         return jax.device_get(state.params)

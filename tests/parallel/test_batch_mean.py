@@ -171,9 +171,7 @@ def test_metrics_stand_beside_those_of_the_step(counted: tuple[Any, Any, Any]) -
 def test_a_state_is_saved_and_restored(counted: tuple[Any, Any, Any], tmp_path: Path) -> None:
     state, _, step = counted
     mesh, tx = jaxdist.make_mesh(fsdp=2), optax.sgd(0.1)
-    target = jaxdist.state_target(
-        {"w": jnp.ones((2, 4))}, tx, mesh, model_state=numbers(), strategy="zero3", min_shard_bytes=0
-    )
+    target = jaxdist.state_target({"w": jnp.ones((2, 4))}, tx, mesh, model_state=numbers(), strategy="zero3")
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.wait()
@@ -188,7 +186,7 @@ def test_a_state_is_saved_and_restored(counted: tuple[Any, Any, Any], tmp_path: 
     jax.tree.map(np.testing.assert_array_equal, as_numpy(restored.model_state), as_numpy(state.model_state))
     assert restored.model_state["mean"].sharding == target.model_state["mean"].sharding
     want = as_numpy(step(copy(state), rows(1))[0].model_state)
-    other = jaxdist.make_train_step(centred, tx, mesh, strategy="zero3", min_shard_bytes=0, microbatches=3)
+    other = jaxdist.make_train_step(centred, tx, mesh, strategy="zero3", microbatches=3)
     got = as_numpy(other(restored, rows(1))[0].model_state)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
 

@@ -54,7 +54,7 @@ def sent(batch_split: int, rows: int) -> tuple[collections.Counter[str], collect
     mesh, tx = make_mesh(fsdp=2, tensor=4), optax.sgd(0.1)
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((2 * rows, LENGTH), kind) for name, kind in kinds.items()}
-    options = StepOptions(strategy="zero3", min_shard_bytes=0, batch_split=batch_split)
+    options = StepOptions(strategy="zero3", batch_split=batch_split)
     step = make_train_step(model, tx, mesh, options)
     calls, wire = collections.Counter[str](), collections.Counter[str]()
     for each in ledger(step, state_target(model, tx, mesh, options), batch).collectives:
@@ -82,7 +82,7 @@ def test_parameters_are_gathered_once() -> None:
     def gathers(batch_split: int) -> int:
         model = gpt(ModelConfig(layers=2, width=32, heads=8, vocab=64), max_length=LENGTH)
         mesh, tx = make_mesh(fsdp=4), optax.sgd(0.1)
-        options = StepOptions(strategy="zero3", min_shard_bytes=0, batch_split=batch_split)
+        options = StepOptions(strategy="zero3", batch_split=batch_split)
         kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
         batch = {name: jax.ShapeDtypeStruct((8, LENGTH), kind) for name, kind in kinds.items()}
         found = ledger(make_train_step(model, tx, mesh, options), state_target(model, tx, mesh, options), batch)

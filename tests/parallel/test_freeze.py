@@ -44,18 +44,10 @@ def model(tied: bool = True, dtype: Any = jnp.float32) -> Any:
 def train(strategy: str, sizes: dict[str, int], freeze: tuple[str, ...], steps: int = 3, **options: Any) -> Any:
     mesh, tx = make_mesh(**sizes), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
     wide = model(dtype=jnp.float64)
-    state = init_state(wide, tx, mesh, strategy=strategy, min_shard_bytes=0, freeze=freeze)
+    state = init_state(wide, tx, mesh, strategy=strategy, freeze=freeze)
     before = jax.device_get(state)
     step = make_train_step(
-        wide,
-        tx,
-        mesh,
-        strategy=strategy,
-        min_shard_bytes=0,
-        precision="fp64",
-        freeze=freeze,
-        return_grads=True,
-        **options,
+        wide, tx, mesh, strategy=strategy, precision="fp64", freeze=freeze, return_grads=True, **options
     )
     grads = []
     for i in range(steps):
@@ -90,8 +82,8 @@ def test_frozen_gradients_are_not_communicated(strategy: str) -> None:
     """Beside loss and weight nothing is summed but the gradient of the one parameter that is left."""
     everything_else = ("embed.*", "blocks.*", "head.norm.*")
     untied, mesh, tx = model(tied=False), make_mesh(data=2, fsdp=4), optax.sgd(0.1)
-    state = state_target(untied, tx, mesh, strategy=strategy, min_shard_bytes=0, freeze=everything_else)
-    step = make_train_step(untied, tx, mesh, strategy=strategy, min_shard_bytes=0, freeze=everything_else)
+    state = state_target(untied, tx, mesh, strategy=strategy, freeze=everything_else)
+    step = make_train_step(untied, tx, mesh, strategy=strategy, freeze=everything_else)
     jaxpr = step.jitted(state).trace(state, random_tokens(seed=0)).jaxpr
     assert collectives(jaxpr, "data") == {("psum", "float32"): 2}
     counts = collectives(jaxpr, "fsdp")
@@ -103,8 +95,8 @@ def test_frozen_gradients_are_not_communicated(strategy: str) -> None:
 def test_zero3_gathers_frozen_blocks_again_for_the_backward_pass() -> None:
     """As it does others: it must not keep them."""
     untied, mesh, tx = model(tied=False), make_mesh(fsdp=4), optax.sgd(0.1)
-    state = state_target(untied, tx, mesh, strategy="zero3", min_shard_bytes=0, freeze=("blocks.*",))
-    step = make_train_step(untied, tx, mesh, strategy="zero3", min_shard_bytes=0, freeze=("blocks.*",))
+    state = state_target(untied, tx, mesh, strategy="zero3", freeze=("blocks.*",))
+    step = make_train_step(untied, tx, mesh, strategy="zero3", freeze=("blocks.*",))
     counts = collectives(step.jitted(state).trace(state, random_tokens(seed=0)).jaxpr, "fsdp")
     assert counts["all_gather", "float32"] == 2 * LEAVES - 3  # those of embedding and head once
     assert counts["reduce_scatter", "float32"] == 3
@@ -116,8 +108,8 @@ def test_frozen_blocks_take_no_memory_of_gradients(strategy: str) -> None:
     deep, mesh, tx = gpt(config, max_length=8), make_mesh(fsdp=4), optax.sgd(0.1)
 
     def temporary(*freeze: str) -> int:
-        state = state_target(deep, tx, mesh, strategy=strategy, min_shard_bytes=0, freeze=freeze)
-        step = make_train_step(deep, tx, mesh, strategy=strategy, min_shard_bytes=0, freeze=freeze)
+        state = state_target(deep, tx, mesh, strategy=strategy, freeze=freeze)
+        step = make_train_step(deep, tx, mesh, strategy=strategy, freeze=freeze)
         data = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), random_tokens(seed=0))
         return int(step.lower(state, data).compile().memory_analysis().temp_size_in_bytes)
 
@@ -138,7 +130,7 @@ def test_a_loss_of_ones_own_and_int8() -> None:
     cases = [*((name, GradSync()) for name in NAMES), ("ddp", int8), ("zero1", int8), ("zero3", pairwise)]
     for strategy, sync in cases:
         mesh, tx = make_mesh(data=2, fsdp=2), optax.adam(1e-2)
-        options: Any = {"strategy": strategy, "min_shard_bytes": 0, "grad_sync": sync, "freeze": ("body",)}
+        options: Any = {"strategy": strategy, "grad_sync": sync, "freeze": ("body",)}
         state, step = init_state(params, tx, mesh, **options), make_train_step(loss, tx, mesh, **options)
         for _ in range(2):
             state, _ = step(state, data)
@@ -177,8 +169,8 @@ def test_another_freeze_in_the_step_than_in_the_state() -> None:
 def test_muon_and_adafactor_with_frozen_parameters() -> None:
     for name in ("muon", "adafactor"):
         tx, mesh = make_optimizer(OptimizerConfig(name=name), steps=3), make_mesh(fsdp=4)
-        state = init_state(model(), tx, mesh, strategy="zero2", min_shard_bytes=0, freeze=FREEZE)
-        state, metrics = make_train_step(model(), tx, mesh, strategy="zero2", min_shard_bytes=0, freeze=FREEZE)(
+        state = init_state(model(), tx, mesh, strategy="zero2", freeze=FREEZE)
+        state, metrics = make_train_step(model(), tx, mesh, strategy="zero2", freeze=FREEZE)(
             state, random_tokens(seed=0)
         )
         assert np.isfinite(metrics["loss"])

@@ -24,8 +24,8 @@ def traced(strategy: str, sync: GradSync, **sizes: int) -> tuple[Any, Any, int]:
     """(ledger, jaxpr, bytes of all parameters in fp32) of a step of a small Llama on a mesh without devices."""
     definition = gpt(ModelConfig(style="llama", layers=2, width=32, heads=4, vocab=64, mlp_width=64), max_length=LENGTH)
     mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
-    state = state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0)
-    step = make_train_step(definition, tx, mesh, strategy=strategy, min_shard_bytes=0, grad_sync=sync)
+    state = state_target(definition, tx, mesh, strategy=strategy)
+    step = make_train_step(definition, tx, mesh, strategy=strategy, grad_sync=sync)
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
     return ledger(step, state, token_shapes(ROWS)), step.trace(state, token_shapes(ROWS)).jaxpr, size
 

@@ -46,8 +46,8 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 def train(sync: GradSync, sizes: Mesh, strategy: str, steps: int) -> tuple[TrainState, list[float]]:
     mesh, optimizer = make_mesh(**sizes), optax.adam(3e-3)
-    state = init_state(model(), optimizer, mesh, strategy=strategy, min_shard_bytes=0, grad_sync=sync)
-    step = make_train_step(model(), optimizer, mesh, strategy=strategy, min_shard_bytes=0, grad_sync=sync)
+    state = init_state(model(), optimizer, mesh, strategy=strategy, grad_sync=sync)
+    step = make_train_step(model(), optimizer, mesh, strategy=strategy, grad_sync=sync)
     losses = []
     for i in range(steps):
         state, metrics = step(state, batch(i))
@@ -95,9 +95,7 @@ def test_a_state_without_the_residual_is_refused() -> None:
 
 
 def targets(sync: GradSync, sizes: Mesh, strategy: str) -> TrainState:
-    return state_target(
-        model(), optax.adam(3e-3), make_mesh(**sizes), strategy=strategy, min_shard_bytes=0, grad_sync=sync
-    )
+    return state_target(model(), optax.adam(3e-3), make_mesh(**sizes), strategy=strategy, grad_sync=sync)
 
 
 @pytest.mark.slow

@@ -57,10 +57,8 @@ OPTIMIZERS = {
 def trained(offload: bool, *, optimizer: str, strategy: str, sizes: dict[str, int], **options: Any) -> TrainState:
     """Three steps in float64."""
     mesh, tx = make_mesh(**sizes), OPTIMIZERS[optimizer]()
-    state = init_state(params(), tx, mesh, strategy=strategy, min_shard_bytes=0, offload=offload, **options)
-    step = make_train_step(
-        loss, tx, mesh, strategy=strategy, min_shard_bytes=0, precision="fp64", microbatches=2, **options
-    )
+    state = init_state(params(), tx, mesh, strategy=strategy, offload=offload, **options)
+    step = make_train_step(loss, tx, mesh, strategy=strategy, precision="fp64", microbatches=2, **options)
     for i in range(3):
         state, _ = step(state, batch(i))
     return state
@@ -78,12 +76,7 @@ def trained(offload: bool, *, optimizer: str, strategy: str, sizes: dict[str, in
 )
 def test_trains_as_on_the_device(optimizer: str, strategy: str, options: dict[str, Any]) -> None:
     """Bit for bit: the program is the same but for where the state is stored."""
-    case = {
-        "optimizer": optimizer,
-        "strategy": strategy,
-        "min_shard_bytes": 0,
-        "sizes": {"data": 2, "fsdp": 2},
-    } | options
+    case = {"optimizer": optimizer, "strategy": strategy, "sizes": {"data": 2, "fsdp": 2}} | options
     with jax.enable_x64(True):
         want, got = trained(False, **case), trained(True, **case)
     assert kinds(got) == ({HOST}, {"device"}) and kinds(want) == ({"device"}, {"device"})
@@ -153,9 +146,9 @@ def test_a_checkpoint_goes_to_either_memory(tmp_path: Path) -> None:
     like = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in params().items()}
 
     def target(offload: bool, **sizes: int) -> TrainState:
-        return state_target(like, tx, make_mesh(**sizes), strategy="zero3", min_shard_bytes=0, offload=offload)
+        return state_target(like, tx, make_mesh(**sizes), strategy="zero3", offload=offload)
 
-    saved = init_state(like, tx, make_mesh(fsdp=4), strategy="zero3", min_shard_bytes=0, offload=True)
+    saved = init_state(like, tx, make_mesh(fsdp=4), strategy="zero3", offload=True)
     filled = jax.tree.map(lambda leaf: jax.device_put(np.full(leaf.shape, 3.0, leaf.dtype), leaf.sharding), saved)
     assert kinds(filled) == ({HOST}, {"device"})
     with Checkpoints(tmp_path, keep=1) as checkpoints:

@@ -116,7 +116,7 @@ def test_evaluation_goes_from_stage_to_stage(case: Case) -> None:
         model, state, _, _ = start(case)
         mesh, strategy = jax.tree.leaves(state.params)[0].sharding.mesh, case.strategy
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)
-        options = StrategyOptions(POLICIES["fp64"], strategy=strategy, min_shard_bytes=0)
+        options = StrategyOptions(POLICIES["fp64"], strategy=strategy)
         evaluate = make_eval_step(model, mesh, specs, get_strategy(options))
         batch = jax.device_put(layouts.make_batch(32, 0), NamedSharding(mesh, BATCH_SPEC))
         total, weight = evaluate(state.params, batch)["loss"]
@@ -159,13 +159,12 @@ def test_sums_by_hand_inside_stages_are_refused() -> None:
             tx,
             mesh,
             strategy=strategy,
-            min_shard_bytes=0,
             schedule="gpipe",
             microbatches=2,
             grad_sync=GradSync("ring"),
             pipeline_cond=pipeline_cond,
         )
-        step.lower(state_target(model, tx, mesh, strategy=strategy, min_shard_bytes=0), layouts.make_batch(32, 0))
+        step.lower(state_target(model, tx, mesh, strategy=strategy), layouts.make_batch(32, 0))
 
     for strategy in ("zero2", "zero3"):
         with pytest.raises(

@@ -85,12 +85,8 @@ def gradients(
     mesh, tx = make_mesh(**sizes), optax.sgd(0.1)
     made = gpt(model, max_length=SEQ, param_dtype=POLICIES[policy].param)
     layout = {"freeze": options.get("freeze", ())}
-    state = place_params(
-        initial(model, policy), tx, state_target(made, tx, mesh, strategy=strategy, min_shard_bytes=0, **layout)
-    )
-    step = make_train_step(
-        made, tx, mesh, strategy=strategy, min_shard_bytes=0, precision=policy, return_grads=True, **options
-    )
+    state = place_params(initial(model, policy), tx, state_target(made, tx, mesh, strategy=strategy, **layout))
+    step = make_train_step(made, tx, mesh, strategy=strategy, precision=policy, return_grads=True, **options)
     batch = jax.device_put(make_batch(model), NamedSharding(mesh, BATCH_SPEC))
     _, metrics = step(state, batch)
     return float(metrics["loss"]), jax.device_get(metrics["grads"])
@@ -179,9 +175,7 @@ def test_a_block_that_reads_what_is_split_before_what_is_not() -> None:
     found = []
     for prefetch in (0, 1):
         state = init_state(made, tx, mesh, strategy="zero3", min_shard_bytes=0)
-        step = make_train_step(
-            made, tx, mesh, strategy="zero3", min_shard_bytes=0, prefetch=prefetch, return_grads=True
-        )
+        step = make_train_step(made, tx, mesh, strategy="zero3", prefetch=prefetch, return_grads=True)
         _, metrics = step(state, jax.device_put(data, NamedSharding(mesh, BATCH_SPEC)))
         found.append(jax.device_get(metrics["grads"]))
     assert oracle.error(found[1], found[0]) < 1e-6
@@ -192,9 +186,9 @@ def test_what_is_sent() -> None:
     """Never the embedding's table; a slice of the head's beside each block."""
     model, mesh = CASES["gpt2, tied"][0], abstract_mesh(fsdp=8)
     made, tx = gpt(model, max_length=SEQ), optax.sgd(0.1)
-    step = make_train_step(made, tx, mesh, strategy="zero3", min_shard_bytes=0, remat="full", prefetch=1)
+    step = make_train_step(made, tx, mesh, strategy="zero3", remat="full", prefetch=1)
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in make_batch(model).items()}
-    found = ledger(step, state_target(made, tx, mesh, strategy="zero3", min_shard_bytes=0), batch).collectives
+    found = ledger(step, state_target(made, tx, mesh, strategy="zero3"), batch).collectives
     tables = [each for each in found if "table" in each.purpose]
     slices = 11 * 32 * 4  # bytes: of 52 rows, five times 11
     for op, size in (("all_gather", slices // 8), ("reduce_scatter", slices)):
@@ -283,15 +277,7 @@ def test_gradients_rest_in_the_dtype_that_they_were_reduced_in(strategy: str, mo
         mesh, tx, definition = make_mesh(**NARROW[strategy]), optax.sgd(0.1), gpt(model, max_length=SEQ)
         target = state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0)
         step = make_train_step(
-            definition,
-            tx,
-            mesh,
-            strategy=strategy,
-            min_shard_bytes=0,
-            precision=policy,
-            prefetch=1,
-            grad_sync=sync,
-            return_grads=True,
+            definition, tx, mesh, strategy=strategy, precision=policy, prefetch=1, grad_sync=sync, return_grads=True
         )
         batch = jax.device_put(make_batch(model), NamedSharding(mesh, BATCH_SPEC))
         grads = lambda: step(place_params(initial(model, "bf16"), tx, target), batch)[1]["grads"]  # noqa: E731
@@ -335,7 +321,7 @@ def test_what_the_compiler_is_told(data: int, limit: int, monkeypatch: pytest.Mo
     model = config("llama", tied=False, layers=3, vocab=64, width=1024)
     made, tx = gpt(replace(model, mlp_width=4096), max_length=SEQ), optax.sgd(0.1)
     mesh = abstract_mesh(data=data, fsdp=8 // data)
-    params = state_target(made, tx, mesh, strategy="zero3", min_shard_bytes=0).params
+    params = state_target(made, tx, mesh, strategy="zero3").params
     told = compiler_options(params, StrategyOptions(POLICIES["bf16"], GradSync(), prefetch=1), mesh)
     assert told is not None and told[AT_ONCE] == limit and told[BY_TWO] is told[LATENCY_HIDING] is True
     block = sum(leaf.size // 3 for leaf in jax.tree.leaves(params["blocks"]))

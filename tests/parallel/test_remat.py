@@ -48,9 +48,9 @@ class Traced:
     def __init__(self, remat: Any, layers: int = 7, *, mesh: AnyMesh | None = None, **options: Any) -> None:
         mesh, tx = mesh or abstract_mesh(fsdp=4), optax.sgd(0.1)
         model = gpt(dataclasses.replace(LLAMA, layers=layers), max_length=LENGTH)
-        options = {"strategy": "zero3", "min_shard_bytes": 0} | options
+        options = {"strategy": "zero3"} | options
         self.step = make_train_step(model, tx, mesh, remat=remat, **options)
-        self.state = state_target(model, tx, mesh, strategy=options["strategy"], min_shard_bytes=0)
+        self.state = state_target(model, tx, mesh, strategy=options["strategy"])
         self.traced = self.step.jitted(self.state).trace(self.state, BATCH)
 
     def kept(self) -> list[SavedArray]:

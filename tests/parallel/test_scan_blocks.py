@@ -36,8 +36,8 @@ def step_of(scan_blocks: int, **options: object) -> tuple[object, ...]:
     config = ModelConfig(style="llama", layers=4, width=32, heads=4, vocab=64, mlp_width=64, scan_blocks=scan_blocks)
     model, mesh = gpt(config, max_length=8), make_mesh(fsdp=2)
     tx = make_optimizer(OptimizerConfig(), steps=10)
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, **options)  # type: ignore[arg-type]
-    return step, state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0), token_shapes(8)
+    step = make_train_step(model, tx, mesh, strategy="zero3", **options)  # type: ignore[arg-type]
+    return step, state_target(model, tx, mesh, strategy="zero3"), token_shapes(8)
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_a_device_holds_a_stages_part(name: str, sizes: dict[str, int]) -> None:
     """Parameters and both moments of Adam of embedding and head, on every device: closed form, and all of it aliased
     by the next state."""
     mesh, tx, model = make_mesh(**sizes), optax.adamw(1e-3), model_of()
-    state = init_state(model, tx, mesh, strategy=name, min_shard_bytes=0)
+    state = init_state(model, tx, mesh, strategy=name)
     tables, rest = 2 * 48 * 32, layouts.SEQ * 32 + 2 * 32  # tokens, and the head's; positions, and a norm
     by_strategy = 1 if name == "ddp" else mesh.shape["fsdp"]
     expected = 3 * 4 * (tables // mesh.shape["tensor"] + rest) // (by_strategy * mesh.shape["pipe"])
@@ -194,9 +194,7 @@ def test_a_device_holds_a_stages_part(name: str, sizes: dict[str, int]) -> None:
         assert held[True] == expected and held.total() == everything
     options: Any = {"schedule": "one_f_one_b", "microbatches": MICROBATCHES, "return_grads": True}
     data = jax.device_put(layouts.make_batch(BATCH, 0), NamedSharding(mesh, BATCH_SPEC))
-    compiled = (
-        make_train_step(model, tx, mesh, strategy=name, min_shard_bytes=0, **options).lower(state, data).compile()
-    )
+    compiled = make_train_step(model, tx, mesh, strategy=name, **options).lower(state, data).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == everything
     assert compiled.output_shardings[1]["grads"] == jax.tree.map(lambda leaf: leaf.sharding, state.params)
 
@@ -319,14 +317,14 @@ def test_evaluation_and_checkpoints_of_spread_parameters(tmp_path: Path) -> None
     batch = layouts.make_batch(BATCH, 0)
 
     def loss(params: Any, mesh: Any, strategy: str) -> float:
-        placing = get_strategy(StrategyOptions(POLICIES["fp32"], strategy=strategy, min_shard_bytes=0))
+        placing = get_strategy(StrategyOptions(POLICIES["fp32"], strategy=strategy))
         total, weight = make_eval_step(model, mesh, specs_of_arrays(params), placing)(
             params, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
         )["loss"]
         return float(total / weight)
 
     mesh = make_mesh(pipe=2, fsdp=2, tensor=2)
-    state = init_state(model, tx, mesh, strategy="zero3", min_shard_bytes=0, seed=1)
+    state = init_state(model, tx, mesh, strategy="zero3", seed=1)
     with Checkpoints(tmp_path / "saved", keep=1) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.wait()

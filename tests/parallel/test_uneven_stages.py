@@ -106,7 +106,7 @@ def test_a_run_on_uneven_stages() -> None:
         want = layouts.reference(pipelines.config_of(case), 32, "fp64")
         model, state, step, back = pipelines.start(case)
         mesh, specs = make_mesh(pipe=2, fsdp=2), jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)
-        strategy = get_strategy(StrategyOptions(POLICIES["fp64"], strategy=case.strategy, min_shard_bytes=0))
+        strategy = get_strategy(StrategyOptions(POLICIES["fp64"], strategy=case.strategy))
         batch = jax.device_put(layouts.make_batch(32, 0), NamedSharding(mesh, BATCH_SPEC))
         total, weight = make_eval_step(model, mesh, specs, strategy)(unreadable(state.params, case), batch)["loss"]
         assert float(total / weight) == pytest.approx(want.losses[0], rel=1e-10)

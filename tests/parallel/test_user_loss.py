@@ -51,7 +51,7 @@ def make_batch(step: int) -> Any:
 def train(loss: Any, params: Any, **options: Any) -> tuple[list[float], Any, Any]:
     sizes = options.pop("sizes", {})
     mesh, tx = jaxdist.make_mesh(**sizes), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-6))
-    state = jaxdist.init_state(params, tx, mesh, strategy=options.get("strategy", "ddp"), min_shard_bytes=0)
+    state = jaxdist.init_state(params, tx, mesh, strategy=options.get("strategy", "ddp"))
     step = jaxdist.make_train_step(loss, tx, mesh, precision="fp64", return_grads=True, **options)
     losses, grads = [], None
     for i in range(3):
@@ -168,10 +168,8 @@ def test_rules_say_where_parameters_rest() -> None:
     mesh, tx = make_mesh(fsdp=4), optax.sgd(0.1)
     rules = [("w", P("fsdp", None)), ("b", P()), ("?", P(None, "fsdp"))]
     with pytest.raises(UserError, match="c: spec .* has more entries than the shape"):
-        init_state(params, tx, mesh, strategy="zero3", min_shard_bytes=0, rules=rules)
-    state = init_state(
-        params, tx, mesh, strategy="zero3", min_shard_bytes=0, rules=[*rules[:2], ("v", P(None, "fsdp"))]
-    )
+        init_state(params, tx, mesh, strategy="zero3", rules=rules)
+    state = init_state(params, tx, mesh, strategy="zero3", rules=[*rules[:2], ("v", P(None, "fsdp"))])
     found = {name: leaf.sharding.spec for name, leaf in state.params.items()}
     assert found == {"w": P("fsdp", None), "b": P(None), "v": P(None, "fsdp"), "c": P("fsdp")}  # c: from its shape
 
@@ -183,8 +181,8 @@ def test_rules_say_where_parameters_rest() -> None:
     data, want = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32), None
     cases = ((make_mesh(), "ddp", ()), (mesh, "zero3", rules[:2]), (mesh, "zero2", rules[:1]))
     for mesh, strategy, chosen in cases:
-        state = init_state(params, tx, mesh, strategy=strategy, min_shard_bytes=0, rules=chosen)
-        state, _ = make_train_step(loss, tx, mesh, strategy=strategy, min_shard_bytes=0)(state, data)
+        state = init_state(params, tx, mesh, strategy=strategy, rules=chosen)
+        state, _ = make_train_step(loss, tx, mesh, strategy=strategy)(state, data)
         want = want or jax.device_get(state.params)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), jax.device_get(state.params), want)
 
@@ -193,10 +191,8 @@ def test_rules_say_where_parameters_rest() -> None:
 def test_rules_may_keep_everything_whole(make: Any) -> None:
     """A state that is whole for no such reason is refused: tests/test_messages.py."""
     mesh, tx = make_mesh(fsdp=4), optax.sgd(0.1)
-    state = init_state(make, tx, mesh, strategy="zero3", min_shard_bytes=0, rules=[("w", P())])
-    step = make_train_step(
-        lambda params, batch, keys: ((batch @ params["w"]).sum(), 8.0), tx, mesh, strategy="zero3", min_shard_bytes=0
-    )
+    state = init_state(make, tx, mesh, strategy="zero3", rules=[("w", P())])
+    step = make_train_step(lambda params, batch, keys: ((batch @ params["w"]).sum(), 8.0), tx, mesh, strategy="zero3")
     state, _ = step(state, np.ones((8, 8), np.float32))
     assert state.params["w"].sharding.is_fully_replicated
 
@@ -212,12 +208,7 @@ def test_rules_may_keep_everything_whole(make: Any) -> None:
 def test_rules_that_make_no_sense(rules: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         init_state(
-            {"w": jnp.ones((8, 6)), "b": jnp.ones(8)},
-            optax.sgd(0.1),
-            make_mesh(fsdp=4),
-            strategy="zero3",
-            min_shard_bytes=0,
-            rules=rules,
+            {"w": jnp.ones((8, 6)), "b": jnp.ones(8)}, optax.sgd(0.1), make_mesh(fsdp=4), strategy="zero3", rules=rules
         )
 
 
@@ -229,10 +220,8 @@ def test_a_tree_named_like_a_model_is_none(strategy: str) -> None:
     def loss(params: Any, batch: Any, keys: Any) -> Any:
         return (batch @ params["embed"] @ params["blocks"][0]["w"] @ params["head"]).sum(), jnp.float32(8)
 
-    state = init_state(params, tx, mesh, strategy=strategy, min_shard_bytes=0)
-    state, metrics = make_train_step(loss, tx, mesh, strategy=strategy, min_shard_bytes=0)(
-        state, np.ones((8, 8), np.float32)
-    )
+    state = init_state(params, tx, mesh, strategy=strategy)
+    state, metrics = make_train_step(loss, tx, mesh, strategy=strategy)(state, np.ones((8, 8), np.float32))
     assert np.isfinite(metrics["loss"])
 
 
@@ -264,18 +253,11 @@ def test_gradients_do_not_shrink_with_an_input(weight: str, strategy: str, sizes
     params = {"w": jnp.ones((16, 16), jnp.float16), "v": jnp.ones((1, 16), jnp.float16)}
     mesh, tx = make_mesh(**sizes), optax.sgd(0.0)
     step = make_train_step(
-        loss,
-        tx,
-        mesh,
-        strategy=strategy,
-        min_shard_bytes=0,
-        precision="O3",
-        microbatches=microbatches,
-        return_grads=True,
+        loss, tx, mesh, strategy=strategy, precision="O3", microbatches=microbatches, return_grads=True
     )
     images = np.ones((8, 1024, 1024, 3), np.float16)
     batch = {"images": images, "labels": np.full(8, 0.5, np.float16), "mask": np.ones(8, np.float16)}
-    _, metrics = step(init_state(params, tx, mesh, strategy=strategy, min_shard_bytes=0), batch)
+    _, metrics = step(init_state(params, tx, mesh, strategy=strategy), batch)
     assert float(metrics["grads"]["v"][0, 0]) == pytest.approx(1.0, rel=1e-2)  # 2 * (1 - 0.5) * 1
 
 

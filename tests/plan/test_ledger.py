@@ -46,8 +46,8 @@ def ledger_of(definition: Any, strategy: str, **options: Any) -> Any:
     """On a mesh without devices. options: sizes of the mesh, and arguments of `make_train_step`."""
     sizes = {axis: options.pop(axis) for axis in ("pipe", "data", "fsdp", "tensor") if axis in options}
     mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
-    step = make_train_step(definition, tx, mesh, strategy=strategy, min_shard_bytes=0, **options)
-    return ledger(step, state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0), token_shapes(ROWS))
+    step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
+    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), token_shapes(ROWS))
 
 
 def unit_bytes(definition: Any) -> dict[str, int]:
@@ -178,8 +178,8 @@ def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> 
     style = options.pop("style", "llama")
     definition = model(style, tied=style == "gpt2")
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.adamw(1e-3)
-    state = state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0)
-    step = make_train_step(definition, tx, mesh, strategy=strategy, min_shard_bytes=0, **options)
+    state = state_target(definition, tx, mesh, strategy=strategy)
+    step = make_train_step(definition, tx, mesh, strategy=strategy, **options)
     data = {
         name: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
         for name, leaf in token_shapes(ROWS).items()
@@ -201,8 +201,8 @@ def test_the_compiled_program_agrees(strategy: str, options: dict[str, Any]) -> 
 @pytest.mark.slow
 def test_what_the_compiler_adds_is_told_apart() -> None:
     mesh, tx, definition = make_mesh(fsdp=4), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), model()
-    state = state_target(definition, tx, mesh, strategy="zero3", min_shard_bytes=0)
-    step = make_train_step(definition, tx, mesh, strategy="zero3", min_shard_bytes=0)
+    state = state_target(definition, tx, mesh, strategy="zero3")
+    step = make_train_step(definition, tx, mesh, strategy="zero3")
     data = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
         for name, leaf in token_shapes(ROWS).items()
@@ -283,10 +283,8 @@ def test_a_parameters_line_is_the_users_own(strategy: str) -> None:
         return apply(scaled, weights, params["b"]), scaled.size
 
     mesh, tx, start = abstract_mesh(fsdp=4), optax.sgd(0.1), {"w": np.zeros((8, 16)), "b": np.zeros(16)}
-    state = state_target(
-        lambda key: jax.tree.map(jax.numpy.float32, start), tx, mesh, strategy=strategy, min_shard_bytes=0
-    )
-    step = make_train_step(loss, tx, mesh, strategy=strategy, min_shard_bytes=0)
+    state = state_target(lambda key: jax.tree.map(jax.numpy.float32, start), tx, mesh, strategy=strategy)
+    step = make_train_step(loss, tx, mesh, strategy=strategy)
     found = ledger(step, state, {"x": jax.ShapeDtypeStruct((64, 8), np.float32)})
     [line] = [i for i, each in enumerate(Path(__file__).read_text().splitlines(), 1) if each.endswith("# the line")]
     for name in ("w", "b"):
@@ -338,7 +336,7 @@ def test_state_of_a_large_model_is_twelve_bytes_a_parameter() -> None:
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(definition.shapes))
     assert 7.3e9 < count < 7.7e9
     for strategy, shards in (("ddp", 1), ("zero1", 64), ("zero2", 64), ("zero3", 64)):
-        target = state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0)
+        target = state_target(definition, tx, mesh, strategy=strategy)
         rows = sharding_rows(target.params, specs_of_arrays(target.params), mesh)
         assert sum(row.bytes_per_device for row in rows) == 4 * count // shards
         moments = sharding_rows(target.opt_state, specs_of_arrays(target.opt_state), mesh)
@@ -348,7 +346,7 @@ def test_state_of_a_large_model_is_twelve_bytes_a_parameter() -> None:
 @pytest.mark.slow
 def test_the_table_is_what_devices_hold() -> None:
     mesh, tx = make_mesh(data=2, fsdp=2, tensor=2), optax.sgd(0.1)
-    state = jaxdist.init_state(model("gpt2"), tx, mesh, strategy="zero3", min_shard_bytes=0)
+    state = jaxdist.init_state(model("gpt2"), tx, mesh, strategy="zero3")
     text = jaxdist.sharding_table(state.params, specs_of_arrays(state.params), mesh)
     rows = sharding_rows(state.params, specs_of_arrays(state.params), mesh)
     for row, leaf in zip(rows, jax.tree.leaves(state.params), strict=True):

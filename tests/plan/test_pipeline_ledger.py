@@ -56,16 +56,9 @@ def ledger_of(
     """On a mesh of these sizes, without devices."""
     mesh, tx, definition = abstract_mesh(**sizes), optax.adamw(1e-3), model(tied=tied)
     step = make_train_step(
-        definition,
-        tx,
-        mesh,
-        strategy=strategy,
-        min_shard_bytes=0,
-        schedule=schedule,
-        microbatches=microbatches,
-        precision=precision,
+        definition, tx, mesh, strategy=strategy, schedule=schedule, microbatches=microbatches, precision=precision
     )
-    return ledger(step, state_target(definition, tx, mesh, strategy=strategy, min_shard_bytes=0), token_shapes(ROWS))
+    return ledger(step, state_target(definition, tx, mesh, strategy=strategy), token_shapes(ROWS))
 
 
 def table(schedule: str, stages: int, microbatches: int) -> Ticks:
@@ -120,17 +113,7 @@ def test_every_tick_sends_one_microbatch_each_way(schedule: str, stages: int, mi
 
 @pytest.mark.parametrize("schedule", others_slow(NAMES, "gpipe"))
 def test_a_microbatch_is_that_of_a_device_in_the_policys_type(schedule: str) -> None:
-    found = ledger_of(
-        schedule,
-        strategy="zero3",
-        min_shard_bytes=0,
-        pipe=2,
-        data=2,
-        fsdp=4,
-        tensor=2,
-        microbatches=3,
-        precision="bf16",
-    )
+    found = ledger_of(schedule, strategy="zero3", pipe=2, data=2, fsdp=4, tensor=2, microbatches=3, precision="bf16")
     sends = [each for each in found.collectives if each.op == "ppermute"]
     h = ROWS // (2 * 4 * 3) * LENGTH * WIDTH * 2  # whole over tensor
     assert [(each.bytes_per_call, each.dtype) for each in sends] == [(h, "bfloat16")] * 2
@@ -147,9 +130,7 @@ def test_a_microbatch_is_that_of_a_device_in_the_policys_type(schedule: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", others_slow(NAMES, "one_f_one_b"))
 def test_what_happens_in_ticks_does_not_happen_once(schedule: str) -> None:
-    found = ledger_of(
-        schedule, strategy="zero3", min_shard_bytes=0, tied=True, pipe=2, fsdp=2, tensor=2, microbatches=4
-    )
+    found = ledger_of(schedule, strategy="zero3", tied=True, pipe=2, fsdp=2, tensor=2, microbatches=4)
     once = [each for each in found.collectives if each.phase == "once a step"]
     spread = {"embed.tokens.table", "head.norm.scale"}
     assert {each.purpose for each in once} == spread | {f"gradient of {name}" for name in spread} | {"loss_and_weight"}
@@ -179,11 +160,9 @@ def test_what_stands_in_a_branch_is_counted_as_often_as_it_is_taken(
     sizes = {"pipe": stages, "fsdp": 2, "tensor": 2}
     mesh, tx = abstract_mesh(**sizes), optax.adamw(1e-3)
     definition = arrange(model(layers=8), stages=stages, chunks=chunks)
-    step = make_train_step(
-        definition, tx, mesh, strategy="zero3", min_shard_bytes=0, schedule=schedule, microbatches=microbatches
-    )
+    step = make_train_step(definition, tx, mesh, strategy="zero3", schedule=schedule, microbatches=microbatches)
     rows = token_shapes(microbatches * 2)
-    found = ledger(step, state_target(definition, tx, mesh, strategy="zero3", min_shard_bytes=0), rows)
+    found = ledger(step, state_target(definition, tx, mesh, strategy="zero3"), rows)
     inside = [each for each in found.collectives if each.phase != "once a step" and each.op != "ppermute"]
     assert len(inside) > 20 and not any(each.conditional for each in inside)
     for each in inside:
@@ -352,13 +331,7 @@ def test_a_schedule_of_somebody_elses_may_have_a_table() -> None:
 def test_an_embedding_is_not_computed_again(remat: str) -> None:
     """Its gradient needs neither the table nor the looked up rows: not in the ledger, not in the program that runs."""
     mesh, tx, definition = abstract_mesh(pipe=2, fsdp=2, tensor=2), optax.adamw(1e-3), model()
-    options: dict[str, Any] = {
-        "strategy": "zero3",
-        "min_shard_bytes": 0,
-        "schedule": "one_f_one_b",
-        "microbatches": 4,
-        "remat": remat,
-    }
+    options: dict[str, Any] = {"strategy": "zero3", "schedule": "one_f_one_b", "microbatches": 4, "remat": remat}
     step = make_train_step(definition, tx, mesh, **options)
     target = state_target(definition, tx, mesh, strategy="zero3", min_shard_bytes=0)
     rows = ledger(step, target, token_shapes(ROWS)).collectives

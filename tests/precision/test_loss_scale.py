@@ -95,8 +95,8 @@ def compiled(precision: Any) -> tuple[Any, Any, Any]:
     """(mesh, maker of a state, step) of a small GPT on two devices."""
     model = gpt(ModelConfig(layers=2, width=16, heads=2, vocab=32, dropout=0.1), max_length=LENGTH)
     mesh, tx = make_mesh(fsdp=2), optax.adamw(optax.linear_schedule(1e-2, 0, 50))
-    step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision=precision)
-    first = init_state(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
+    first = init_state(model, tx, mesh, strategy="zero3")
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings_of(first))
     return mesh, lambda: copy(first), step
 

@@ -105,14 +105,13 @@ def trace(
     policy = make_precision(precision) if isinstance(precision, str) else precision
     model = gpt(config, max_length=8, param_dtype=policy.param, fp8=policy.fp8)
     mesh, tx = make_mesh(**axes), optimizer or optax.adamw(1e-3, eps=1e-4)
-    target = state_target(model, tx, mesh, strategy=strategy, min_shard_bytes=0)
+    target = state_target(model, tx, mesh, strategy=strategy)
     model = model if seen is None else spied(model, seen)
     step = make_train_step(
         model,
         tx,
         mesh,
         strategy=strategy,
-        min_shard_bytes=0,
         precision=policy,
         schedule=schedule,
         prefetch=prefetch,
@@ -169,10 +168,10 @@ def test_a_step_is_what_the_table_says(name: str) -> None:
 def test_the_ledger_reads_a_step_of_o1_like_one_of_fp32() -> None:
     """Names and source lines survive that operations are evaluated anew."""
     model, mesh, tx = gpt(GPT2, max_length=8), make_mesh(fsdp=2, tensor=2), optax.sgd(0.1)
-    target = state_target(model, tx, mesh, strategy="zero3", min_shard_bytes=0)
+    target = state_target(model, tx, mesh, strategy="zero3")
     found = []
     for name in ("fp32", "O1"):
-        step = make_train_step(model, tx, mesh, strategy="zero3", min_shard_bytes=0, precision=name)
+        step = make_train_step(model, tx, mesh, strategy="zero3", precision=name)
         rows = ledger(step, target, random_tokens()).collectives
         found.append(sorted((row.op, row.axes, row.source, row.phase, row.purpose, row.calls) for row in rows))
     assert found[0] == found[1] and any("nn/linear.py" in row[2] for row in found[1])
@@ -198,10 +197,8 @@ def test_every_layout_keeps_what_the_patterns_name(strategy: str, axes: Any, opt
 def test_frozen_parameters_are_kept_too(strategy: str) -> None:
     seen: dict[str, str] = {}
     model, mesh, tx, freeze = gpt(GPT2, max_length=8), make_mesh(fsdp=2), optax.sgd(0.1), ("*norm1*", "embed.*")
-    target = state_target(model, tx, mesh, strategy=strategy, min_shard_bytes=0, freeze=freeze)
-    step = make_train_step(
-        spied(model, seen), tx, mesh, strategy=strategy, min_shard_bytes=0, precision="O2", freeze=freeze
-    )
+    target = state_target(model, tx, mesh, strategy=strategy, freeze=freeze)
+    step = make_train_step(spied(model, seen), tx, mesh, strategy=strategy, precision="O2", freeze=freeze)
     step.jitted(target).trace(target, random_tokens())
     assert seen == {path: F32 if "norm" in path else F16 for path in seen} and len(seen) == 16
 
@@ -211,8 +208,8 @@ def test_evaluation_and_sampling_run_in_the_policy(name: str, params: str, kept:
     seen: dict[str, str] = {}
     policy, mesh = make_precision(name), make_mesh(fsdp=2)
     model = in_precision(spied(gpt(GPT2, max_length=8), seen), policy)
-    strategy = get_strategy(StrategyOptions(policy, strategy="zero3", min_shard_bytes=0))
-    target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3", min_shard_bytes=0)
+    strategy = get_strategy(StrategyOptions(policy, strategy="zero3"))
+    target = state_target(model, optax.sgd(0.1), mesh, strategy="zero3")
     parts = model, mesh, specs_of_arrays(target.params), strategy
     evaluation = make_eval_step(*parts).trace(target.params, random_tokens()).jaxpr
     tokens, ids, keys = jnp.zeros((2, 8), jnp.int32), jnp.ones(2, jnp.int32), jnp.zeros((2, 2), jnp.uint32)
@@ -251,10 +248,8 @@ def test_a_users_loss_runs_in_the_policy(name: str, params: str) -> None:
         return normed_loss(tree, *rest)
 
     for precision in ("fp32", name):
-        state = init_state(foreign_params(), tx, mesh, strategy="zero3", min_shard_bytes=0)
-        step = make_train_step(
-            loss_fn, tx, mesh, strategy="zero3", min_shard_bytes=0, precision=precision, return_grads=True
-        )
+        state = init_state(foreign_params(), tx, mesh, strategy="zero3")
+        step = make_train_step(loss_fn, tx, mesh, strategy="zero3", precision=precision, return_grads=True)
         jaxpr = step.jitted(state).trace(state, data).jaxpr
         found[precision] = step(state, data)[1]
     assert seen == {"w": params, "stack": params, "LayerNorm_0.scale": F32}
@@ -300,13 +295,12 @@ def first_step(policy: str, strategy: str, schedule: str, axes: tuple[tuple[str,
         tx,
         mesh,
         strategy=strategy,
-        min_shard_bytes=0,
         schedule=schedule,
         precision=precision,
         return_grads=True,
         microbatches=2 if mesh.shape["pipe"] > 1 else 1,
     )
-    metrics = step(init_state(model, tx, mesh, strategy=strategy, min_shard_bytes=0), random_tokens())[1]
+    metrics = step(init_state(model, tx, mesh, strategy=strategy), random_tokens())[1]
     return jax.device_get((metrics["loss"], metrics["grads"]))
 
 

@@ -43,7 +43,7 @@ GPT2 = ModelConfig(style="gpt2", layers=2, width=16, heads=4, vocab=32, dropout=
 )
 def test_every_product_of_a_bf16_step_has_bf16_operands(config: ModelConfig, axes: Any, options: Any) -> None:
     model, mesh, tx = gpt(config, max_length=8), make_mesh(**axes), optax.adamw(1e-3)
-    target = state_target(model, tx, mesh, strategy=options.get("strategy", "ddp"), min_shard_bytes=0)
+    target = state_target(model, tx, mesh, strategy=options.get("strategy", "ddp"))
     jaxpr = (
         make_train_step(model, tx, mesh, precision="bf16", **options)
         .jitted(target)

@@ -44,13 +44,13 @@ def bench(
 ) -> Bench:
     mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
     model = build(dataclasses.replace(CONFIG, **options.pop("model", {})), max_length=LENGTH)
-    chosen = StepOptions(strategy=strategy, min_shard_bytes=0, schedule=schedule, microbatches=microbatches, **options)
+    chosen = StepOptions(strategy=strategy, schedule=schedule, microbatches=microbatches, **options)
     step = make_train_step(model, tx, mesh, chosen)
     rows = batch_shards(mesh) * microbatches * 2
     draw = np.random.default_rng(0)
     grid = {name: draw.integers(0, 63, (rows, LENGTH), dtype=np.int32) for name in ("inputs", "targets")}
     batch = put({**grid, "weights": np.ones((rows, LENGTH), np.float32)}, mesh)
-    first = init_state(model, tx, mesh, strategy=strategy, min_shard_bytes=0)
+    first = init_state(model, tx, mesh, strategy=strategy)
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings_of(first))
     return Bench(mesh, step, make_diagnosis(model, mesh, options=chosen), lambda: copy(first), batch)
 

@@ -429,8 +429,8 @@ def five_steps(config: OptimizerConfig, strategy: str, **mesh_sizes: Any) -> tup
     model = gpt(small.resolved(), max_length=8, param_dtype=jnp.float64)
     mesh = make_mesh(**mesh_sizes)
     optimizer = make_optimizer(config, steps=5)
-    state = init_state(model, optimizer, mesh, strategy=strategy, min_shard_bytes=0, seed=3)
-    step = make_train_step(model, optimizer, mesh, strategy=strategy, min_shard_bytes=0, precision="fp64")
+    state = init_state(model, optimizer, mesh, strategy=strategy, seed=3)
+    step = make_train_step(model, optimizer, mesh, strategy=strategy, precision="fp64")
     ids = np.arange(2000) % 7 * 9  # something to learn
     loader = Loader(ids, seq_len=8, global_batch=8, sharding=NamedSharding(mesh, BATCH_SPEC))
     values = []

@@ -192,9 +192,9 @@ def ledger(step: TrainStep, state: TrainState, batch: PyTree, *, devices_per_hos
 
     >>> loss = lambda params, batch, keys: (((batch @ params["w"]) ** 2).sum(), batch.shape[0])
     >>> mesh, tx = jaxdist.make_mesh(fsdp=8), optax.sgd(0.1)
-    >>> state = jaxdist.state_target(lambda key: {"w": jnp.zeros((8192, 1))}, tx, mesh, strategy="zero3")
+    >>> state = jaxdist.state_target(lambda key: {"w": jnp.zeros((8, 1))}, tx, mesh, strategy="zero3")
     >>> step = jaxdist.make_train_step(loss, tx, mesh, strategy="zero3")
-    >>> print(jaxdist.ledger(step, state, jax.ShapeDtypeStruct((8, 8192), jnp.float32)))
+    >>> print(jaxdist.ledger(step, state, jax.ShapeDtypeStruct((8, 8), jnp.float32)))
     Collectives of one step, of one device:
     op ...
     all_gather ...

@@ -93,10 +93,8 @@ def test_stock_batch_norm_trains_as_in_plain_flax(strategy: str, data: int, fsdp
     with jax.enable_x64(True):
         model, tx = convolutions(depth), batch_norm.optimizer()
         mesh, loss = jaxdist.make_mesh(data=data, fsdp=fsdp), jaxdist.nnx_loss(model, classified)
-        state = jaxdist.init_state(loss, tx, mesh, strategy=strategy, min_shard_bytes=0, precision="fp64")
-        step = jaxdist.make_train_step(
-            loss, tx, mesh, strategy=strategy, min_shard_bytes=0, precision="fp64", return_grads=True
-        )
+        state = jaxdist.init_state(loss, tx, mesh, strategy=strategy, precision="fp64")
+        step = jaxdist.make_train_step(loss, tx, mesh, strategy=strategy, precision="fp64", return_grads=True)
         losses, grads = [], []
         for i in range(3):
             state, metrics = step(state, batch_norm.make_batch(i))
@@ -115,8 +113,8 @@ STILL = 3  # the first steps, in which parameters stay
 def losses_of(loss: Any, sizes: Any, strategy: str = "ddp") -> list[float]:
     """Of some steps on the same batch, and what a metric says."""
     mesh, tx = jaxdist.make_mesh(**sizes), optax.sgd(lambda step: jnp.where(step < STILL, 0, 0.1))
-    state = jaxdist.init_state(loss, tx, mesh, strategy=strategy, min_shard_bytes=0)
-    step, found = jaxdist.make_train_step(loss, tx, mesh, strategy=strategy, min_shard_bytes=0), []
+    state = jaxdist.init_state(loss, tx, mesh, strategy=strategy)
+    step, found = jaxdist.make_train_step(loss, tx, mesh, strategy=strategy), []
     batch = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     for _ in range(STILL + 3):
         state, metrics = step(state, batch)

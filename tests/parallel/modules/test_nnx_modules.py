@@ -21,7 +21,7 @@ import jaxdist
 def test_a_module_is_given_back_and_evaluated_by_its_running_statistics() -> None:
     model, mesh, x = with_layer(nnx.BatchNorm), jaxdist.make_mesh(fsdp=2), np.eye(4, dtype=np.float32)
     loss = jaxdist.nnx_loss(model, squared)
-    state = jaxdist.init_state(loss, optax.sgd(0.1), mesh, strategy="zero3", min_shard_bytes=0)
+    state = jaxdist.init_state(loss, optax.sgd(0.1), mesh, strategy="zero3")
     moved = jax.tree.map(lambda leaf: leaf + 0.5, (state.params, state.model_state))
     state = state._replace(params=moved[0], model_state=moved[1])
     assert jaxdist.nnx_update(model, state) is model
