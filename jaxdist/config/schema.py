@@ -204,8 +204,8 @@ class MemoryConfig:
 
     remat: str | tuple[str, ...] = setting(
         AUTO,
-        "what the backward pass computes again, of each block; a list: all but these values; auto: dots on GPUs,"
-        " full where that does not fit, none on one GPU where that fits, and none elsewhere",
+        "what the backward pass computes again, of each block; a list: all but these values; auto: on one GPU"
+        " none where that fits; on GPUs else dots where that fits, else full; elsewhere none",
         choices=(AUTO, *MODES),
         listed=NAMES,
     )

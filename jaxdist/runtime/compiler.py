@@ -145,9 +145,9 @@ def set_flags(config: Config, backend: str, *, started: bool) -> None:
             f"parallel.grad_sync.deterministic: true needs {missing[0]} on GPUs, but JAX has started its"
             " devices, which read flags once; put it into XLA_FLAGS before JAX starts"
         )
-    if started and xla.flags and flags:
+    if started and (asked := resolve((), xla.flags, given)):
         raise UserError(
-            f"{FLAGS_KEY}: {flags[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
+            f"{FLAGS_KEY}: {asked[0]}, but JAX has started its devices, which read flags once; allowed: [] here;"
             " or put them into XLA_FLAGS before JAX starts"
         )
     if flags and not started:

@@ -1,6 +1,6 @@
 """A training step of GPT-2 or Llama by jaxdist, plain JAX, flax and optax, and PyTorch, in turns on ONE device.
 
-    python scripts/bench/train.py [--sizes 124m,1.3b,350m,llama] [--contenders jaxdist,...] [--steps 20] [--limit-s 570]
+    python scripts/bench/train.py [--sizes 124m,1.3b,350m] [--contenders jaxdist,...] [--steps 20] [--limit-s 570]
                                   [--json OUT] [--plot OUT]
 
 Contenders, each a file of scripts/bench/harness/contenders/:
@@ -8,7 +8,7 @@ Contenders, each a file of scripts/bench/harness/contenders/:
 - jaxdist: with the settings that are fastest where memory is no matter; jaxdist_as_trained: with what a configuration
   takes that names the model, the batch and the precision alone
 - pytorch: `torch.compile`; pytorch_autotuned: with mode="max-autotune" and its CUDA graphs, which takes minutes
-- plain_jax; plain_flax: GPT-2 alone
+- plain_jax; plain_flax: of GPT-2 alone
 
 The same weights, batches and optimizer (AdamW after clipping); losses and the first gradient's norm must agree, or it
 is an error. In each round every contender runs a burst of steps, and the figures are medians over rounds after a
@@ -222,7 +222,7 @@ def not_done(result: dict[str, Any]) -> bool:
     if "skipped" in result or result["differs"]:
         return True
     why = [each.get("failed", "") for each in result["contenders"]]
-    return any(each and not each.startswith(("not installed", "out of memory")) for each in why)
+    return any(each and not each.startswith(("not installed", "left out", "out of memory")) for each in why)
 
 
 def has_gpu() -> bool:

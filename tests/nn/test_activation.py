@@ -100,6 +100,22 @@ def test_second_derivatives(kind: str, on_gpus: bool) -> None:
     np.testing.assert_allclose(*second, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+def test_extreme_values(dtype: Any, on_gpus: bool) -> None:
+    """Far from zero GELU is 0 or its argument, and its slope 0 or 1; near it, jax's own."""
+    with jax.enable_x64(True):
+        far = jnp.asarray([-1e4, -300, -30, 30, 300, 1e4], dtype)
+        value = activation(far, "gelu")
+        assert value.dtype == dtype
+        np.testing.assert_array_equal(value, jnp.where(far > 0, far, 0))
+        slope = jax.grad(lambda y: activation(y, "gelu").sum())(far)
+        np.testing.assert_array_equal(slope, jnp.where(far > 0, 1, 0).astype(dtype))
+        near = jnp.linspace(-6, 6, 401).astype(dtype)
+        want = plain(near.astype(jnp.float64), "gelu")
+        error = 2 * max(float(jnp.finfo(dtype).eps), 1e-15)
+        np.testing.assert_allclose(activation(near, "gelu").astype(jnp.float64), want, rtol=error, atol=4 * error)
+
+
 def test_a_bias_may_vary_over_other_axes_than_the_product() -> None:
     def gradients(y: jax.Array, bias: jax.Array) -> Any:
         total = lambda *given: jax.lax.psum(activation(given[0], "gelu", given[1]).sum(), ("data", "tensor"))  # noqa: E731

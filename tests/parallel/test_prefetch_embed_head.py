@@ -27,14 +27,7 @@ from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
-from jaxdist.parallel.blocks.compiler_options import (
-    AT_ONCE,
-    BY_TWO,
-    LATENCY_HIDING,
-    NO_TRITON,
-    NO_ZEROS,
-    compiler_options,
-)
+from jaxdist.parallel.blocks.compiler_options import AT_ONCE, BY_TWO, LATENCY_HIDING, NO_ZEROS, TRITON, compiler_options
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, at
 from jaxdist.parallel.blocks.prefetch import (
     PrefetchedBlocks,
@@ -349,11 +342,11 @@ def test_some_products_are_not_taken_from_triton() -> None:
     def told(policy: str) -> dict[str, int | bool] | None:
         return compiler_options(params, StrategyOptions(POLICIES[policy], GradSync()), mesh)
 
-    assert told("fp8") == {NO_ZEROS: True, NO_TRITON: False}
+    assert told("fp8") == {NO_ZEROS: True, TRITON: False}
     assert told("fp32") == told("bf16") == {NO_ZEROS: True}
     for precision in ("highest", "float32"):
         with jax.default_matmul_precision(precision):
-            assert told("fp32") == {NO_ZEROS: True, NO_TRITON: False}
+            assert told("fp32") == {NO_ZEROS: True, TRITON: False}
             assert told("bf16") == {NO_ZEROS: True}
 
 

@@ -120,6 +120,14 @@ def test_float8_takes_no_products_from_triton(preset: str, env: pytest.MonkeyPat
     assert settings()["xla_flags"] == [*before, "--xla_gpu_enable_triton_gemm=false"]
 
 
+def test_flags_of_the_environment_are_no_mistake_after_the_start(env: pytest.MonkeyPatch) -> None:
+    """Though more would have been set before it."""
+    env.setenv("XLA_FLAGS", f"{LIMIT}=2")
+    set_flags(replace(config(f"{LIMIT}=2"), precision=PrecisionConfig("fp8")), "gpu", started=True)
+    with pytest.raises(UserError, match=r"^devices\.xla\.flags: --xla_other=1, but JAX has started"):
+        set_flags(replace(config(f"{LIMIT}=2", "--xla_other=1"), precision=PrecisionConfig("fp8")), "gpu", started=True)
+
+
 def test_simulated_devices_keep_their_defaults(env: pytest.MonkeyPatch) -> None:
     env.setattr(compiler, "why_refused", lambda flags: pytest.fail("nothing to try"))
     before = settings()

@@ -142,7 +142,7 @@ def test_the_script_measures_equal_steps_on_a_cpu(tmp_path: Path) -> None:
     done = subprocess.run(
         command, cwd=ROOT, env=environment() | QUICK, timeout=300, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1, done.stdout + done.stderr  # plain_flax is no Llama
+    assert done.returncode == 0, done.stdout + done.stderr
     assert picture.stat().st_size > 1000
     for result, missing in zip(
         json.loads(out.read_text(encoding="utf-8"))["sizes"], ((), ("plain_flax",)), strict=True

@@ -16,7 +16,7 @@ AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
-NO_TRITON = "xla_gpu_enable_triton_gemm"
+TRITON = "xla_gpu_enable_triton_gemm"
 THRESHOLD = "xla_gpu_{}_combine_threshold_bytes"
 COMBINED = 1.2  # XLA may combine collectives up to so many times a block's bytes: one block, and a slice of the head
 
@@ -25,10 +25,8 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     """Options of XLA:GPU for a program; None on CPUs. Figures: docs/plan.md.
 
     - Write no zeros into the memory of a loop's results, such as activations of all blocks, before the loop writes it.
-
-    - With float8, and with fp32 at `jax_default_matmul_precision` "highest": take no products from Triton. Choosing
-      between its kernels had not ended after 130 s for a Llama of 0.9 B in float8, and after 35 s for a GPT-2 of four
-      blocks of width 256 in fp32 (one H200, jax 0.11.2); without them a step compiled in 28 and 11 s.
+    - With float8, and with fp32 at `jax_default_matmul_precision` "highest": take no products from Triton. XLA chooses
+      between its kernels for minutes (docs/compiler.md).
 
     For blocks that run for two halves of the samples: combine no gathers and no reduce-scatters, which would make one
     collective for both halves. For a program that prefetches blocks:
@@ -46,7 +44,7 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
     told: dict[str, int | bool] = {NO_ZEROS: True}
     exact = jax.config.jax_default_matmul_precision in ("highest", "float32")
     if options.precision.fp8 or (exact and options.precision.compute == jnp.float32):
-        told[NO_TRITON] = False
+        told[TRITON] = False
     if options.prefetch and is_model(params):
         told |= _prefetching(params, options, mesh)
     if options.batch_split > 1:  # which excludes prefetching, and a loss without blocks

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from harness.task import Size, Task, flops_per_token, parameters
+from harness.task import OtherModelError, Size, Task, flops_per_token, parameters
 from jaxdist import registry
 from jaxdist.errors import UserError
 from jaxdist.plan.compiled.hardware import Gpu
@@ -114,6 +114,8 @@ def heat(
             racers.append(_Racer(name, task))
         except ImportError as error:
             failed.append(_failed(name, f"not installed: {error}"))
+        except OtherModelError as error:
+            failed.append(_failed(name, f"left out: {error}"))
         except Exception as error:  # is in the result, and in the exit status: the others are measured all the same
             beside = BESIDE if racers else ""
             full = is_out_of_memory(error) or "out of memory" in str(error).lower()  # in the words of PyTorch

@@ -88,6 +88,10 @@ class Contender(NamedTuple):
     peak: Callable[[], int | None] = lambda: None
 
 
+class OtherModelError(Exception):
+    """A contender is not written for the model of this size."""
+
+
 def get_size(name: str) -> Size:
     """By its name. Raises `UserError` for one that is not there."""
     if name not in SIZES:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from harness.task import BETAS, CLIP, DECAY, EPS, LR, Contender, Task, jax_memory, jax_peak
-from jaxdist.errors import UserError
+from harness.task import BETAS, CLIP, DECAY, EPS, LR, Contender, OtherModelError, Task, jax_memory, jax_peak
 
 PyTree = Any
 
@@ -76,7 +75,7 @@ def load(model: Model, params: PyTree) -> None:
 def plain_flax(task: Task) -> Contender:
     """The step of flax's documentation, donated."""
     if task.model.style != "gpt2":
-        raise UserError(f"plain_flax: it is written for gpt2, and this size is of {task.model.style}")
+        raise OtherModelError(f"it is written for gpt2, and this size is of {task.model.style}")
     before = jax_memory()
     with jax.numpy_dtype_promotion("standard"):
         model = Model(task, nnx.Rngs(0))
