@@ -91,7 +91,7 @@ def cheapest(table, limit):
     return min(fitting, key=lambda name: table[name][1], default=None)
 
 
-for limit in (100, 50, 32, 20, 10):
+for limit in (100, 50, 25, 18, 10):
     print(f"limit {limit:3} MiB: {cheapest(table, limit)}")
 assert table["zero3"][0] < table["ddp"][0] and table["zero3, remat"][0] < table["zero3"][0]
 assert cheapest(table, 1) is None
