@@ -284,11 +284,16 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
 _UNROLLED = 32  # blocks: on a machine with an H200, XLA compiled each for 1.3 s
 
 
+def one_device(config: Config) -> bool:
+    """Whether a run has one device."""
+    return all(size == 1 for size in asdict(config.mesh).values())
+
+
 def unrolls(config: Config, *, gpu: bool) -> bool:
     """Whether blocks run without a loop where `model.scan_blocks` is null: on one GPU, for up to 32 blocks, if nothing
     that is set excludes it. Several GPUs would need more memory. Figures: docs/compiler.md. gpu: what it runs on."""
-    model, split = config.model, any(size != 1 for size in asdict(config.mesh).values())
-    if not gpu or model.scan_blocks is not None or split or not 0 < (model.stacked or 0) <= _UNROLLED:
+    model = config.model
+    if not gpu or model.scan_blocks is not None or not one_device(config) or not 0 < (model.stacked or 0) <= _UNROLLED:
         return False
     try:
         _check_blocks(replace(config, model=model.replace(scan_blocks=0)))

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jaxdist.config.checks import default_remat, unrolls
-from jaxdist.config.rules.remat import AUTO, REMAT, Remat, in_loop
+from jaxdist.config.checks import default_remat, one_device, unrolls
+from jaxdist.config.rules.remat import AUTO, REMAT, Remat
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
@@ -45,14 +45,14 @@ def fitting_mode(config: Config, gpu: Gpu) -> tuple[Remat, str]:
     """(the mode of `memory.remat` with the shortest step that fits a GPU, why it is not "dots"). It is "dots" where the
     bytes have no closed form."""
     room = f"by the planner's closed form, and a run takes {memory_share():.0%} of {format_bytes(gpu.memory)}"
-    one = all(size == 1 for size in asdict(config.mesh).values())
-    if one and (unrolls(config, gpu=True) or not in_loop(config.model.scan_blocks)):
+    known = Known()
+    if unrolls(config, gpu=True) or (one_device(config) and config.model.scan_blocks == 0):
         # In a loop what blocks keep is copied, and "none" took longer than "dots". Without one it takes 4 to 7 % less:
         # compiled GPT-2 of 355 M and 1.3 B, BERT and ViT, replayed.
-        needed = needed_bytes(_with_mode(config, "none"))
+        needed = needed_bytes(_with_mode(config, "none"), known)
         if needed is not None and needed <= gpu.usable:
             return "none", f"everything fits: {format_bytes(needed)} {room}"
-    needed = needed_bytes(_with_mode(config, "dots"))
+    needed = needed_bytes(_with_mode(config, "dots"), known)
     if needed is None or needed <= gpu.usable:
         return "dots", ""
     return "full", f"with dots a GPU may need {format_bytes(needed)} {room}"
@@ -62,10 +62,9 @@ def _with_mode(config: Config, mode: Remat) -> Config:
     return replace(config, memory=replace(config.memory, remat=mode))
 
 
-def needed_bytes(config: Config) -> int | None:
+def needed_bytes(config: Config, known: Known) -> int | None:
     """Bytes of a device that a step may need; None where that has no closed form: of a loss of one's own, of a pipeline
     without a table, and of samples whose shapes only the data know."""
-    known = Known()
     if config.mesh.pipe > 1 and table_of(config.parallel.schedule) is None:
         return None
     if not isinstance(known.model(config), ModelDef):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.config.checks import prefetches
-from jaxdist.config.rules.xla_flags import FLAGS_KEY, flag_name, names_given
+from jaxdist.config.rules.xla_flags import FLAGS_KEY, TRITON, flag_name, names_given
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.runtime.cache import folder_in_use
@@ -68,7 +68,7 @@ DETERMINISTIC = (
 # (`jaxdist.parallel.blocks.compiler_options`).
 FLOAT8 = (
     Setting(
-        "--xla_gpu_enable_triton_gemm",
+        f"--{TRITON}",
         "false",
         "precision: fp8: products by cuBLASLt alone. The choice between it and Triton's kernels had not ended after 130"
         " s (Llama of 0.9 B); without that choice compiling took 28 s",

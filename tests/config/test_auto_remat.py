@@ -17,7 +17,8 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.parallel.options import StepOptions
 from jaxdist.plan import auto_remat
-from jaxdist.plan.compiled.hardware import GPUS
+from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.compiled.hardware import GPUS, get_gpu
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 H200 = QUICKSTART.parent / "gpt_355m_h200.yaml"
@@ -77,6 +78,14 @@ def test_what_fits_is_kept(
     assert auto_remat.start_fitting(given).memory.remat == "dots"  # as it was asked for
 
 
+@pytest.mark.parametrize(("scan_blocks", "expected"), [("null", "none"), ("0", "none"), ("1", "dots"), ("2", "dots")])
+def test_in_a_loop_not_everything_is_kept(scan_blocks: str, expected: str) -> None:
+    """What blocks keep is copied there, also in rounds of two."""
+    one = ["mesh.fsdp=1", "parallel={strategy: ddp, prefetch: null}", "precision.reduce_dtype=null"]
+    config = load_config(H200, [*one, "data.global_batch=8", f"model.scan_blocks={scan_blocks}"], planned=True)
+    assert auto_remat.fitting_mode(config, get_gpu("h200"))[0] == expected
+
+
 def test_what_has_no_closed_form_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that are not in the table; samples whose shapes only the data know; a loss whose module does not say so,
     which gets none."""
@@ -92,9 +101,9 @@ def test_what_has_no_closed_form_is_not_judged(monkeypatch: pytest.MonkeyPatch) 
         raise UserError("data.source: shapes are known only when it is read")
 
     monkeypatch.setattr("jaxdist.plan.closed.memory.peak.batch_of", lambda config, mesh: windows(config))
-    assert auto_remat.needed_bytes(load_config(H200, planned=True)) is None
+    assert auto_remat.needed_bytes(load_config(H200, planned=True), Known()) is None
     own = load_config(QUICKSTART, ["model={name: resnet}", "data={source: digits}", "mesh={fsdp: 1, tensor: 1}"])
-    assert auto_remat.needed_bytes(own) is None
+    assert auto_remat.needed_bytes(own, Known()) is None
     monkeypatch.setattr(ModelFacts, "of", lambda name: ModelFacts())  # as of a module without FACTS
     assert default_remat(own, gpu=True) == "dots"
     monkeypatch.setattr(build, "cuda_capability", lambda config, mesh: "9.0")

@@ -21,13 +21,14 @@ from levels import levels, others_slow
 from optax import MaskedNode
 
 from jaxdist.collectives import zeros_varying_like
+from jaxdist.config.rules.xla_flags import TRITON
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import Embed, Head, gpt
 from jaxdist.nn import MLP, make_norm, model_def
-from jaxdist.parallel.blocks.compiler_options import AT_ONCE, BY_TWO, LATENCY_HIDING, NO_ZEROS, TRITON, compiler_options
+from jaxdist.parallel.blocks.compiler_options import AT_ONCE, BY_TWO, LATENCY_HIDING, NO_ZEROS, compiler_options
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, at
 from jaxdist.parallel.blocks.prefetch import (
     PrefetchedBlocks,

@@ -9,6 +9,7 @@ from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
 FLAGS_KEY = "devices.xla.flags"
+TRITON = "xla_gpu_enable_triton_gemm"  # whether products may be by kernels of Triton: docs/compiler.md
 
 
 def flag_name(flag: str) -> str:

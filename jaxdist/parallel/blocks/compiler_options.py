@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config.rules.xla_flags import names_given
+from jaxdist.config.rules.xla_flags import TRITON, names_given
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.specs import SHARD_AXES, STACKED, PyTree, bytes_per_device, is_model, shard_of
@@ -16,7 +16,6 @@ AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
-TRITON = "xla_gpu_enable_triton_gemm"
 THRESHOLD = "xla_gpu_{}_combine_threshold_bytes"
 COMBINED = 1.2  # XLA may combine collectives up to so many times a block's bytes: one block, and a slice of the head
 

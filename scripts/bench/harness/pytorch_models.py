@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -93,25 +95,18 @@ def weights(params: PyTree) -> dict[str, Any]:
     if "projection" in head:
         found["head.weight"] = head["projection"]["table"]
     for i in range(blocks["norm1"]["scale"].shape[0]):
-        own = {name: _row(blocks[name], i) for name in ("norm1", "norm2")}
-        attention, mlp = _row(blocks["attention"], i), _row(blocks["mlp"], i)
-        # [D, n, G + 2, K] -> [D, all queries, all keys, all values]
-        own["qkv"] = {name: _by_part(leaf) for name, leaf in attention["qkv"]["linear"].items()}
-        own |= {"out": attention["out"], **mlp}
-        for layer, leaves in own.items():
+        own = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
+        attention = own.pop("attention")
+        qkv = jax.tree.map(_by_part, attention["qkv"]["linear"])
+        for layer, leaves in {"qkv": qkv, "out": attention["out"], **own.pop("mlp"), **own}.items():
             found |= _named(f"blocks.{i}.{layer}", leaves)
     return {name: torch.tensor(value) for name, value in found.items()}
 
 
-def _row(tree: PyTree, i: int) -> PyTree:
-    return {name: _row(part, i) for name, part in tree.items()} if isinstance(tree, dict) else tree[i]
-
-
 def _by_part(leaf: Any) -> Any:
-    """[..., n, G + 2, K] -> [..., (n G + 2 n) K]."""
-    lead = leaf.shape[:-3]
+    """[..., n, G + 2, K] -> [..., (n G + 2 n) K]: all queries, all keys, all values."""
     parts = leaf[..., :-2, :], leaf[..., -2:-1, :], leaf[..., -1:, :]
-    return torch.cat([torch.tensor(part).reshape(*lead, -1) for part in parts], -1).numpy()
+    return np.concatenate([part.reshape(*leaf.shape[:-3], -1) for part in parts], -1)
 
 
 def _named(layer: str, leaves: PyTree) -> dict[str, Any]:
