@@ -27,6 +27,7 @@ from jaxdist.specs import (
     leaves_by_name,
     map_specs,
     path_name,
+    placed_specs,
     spec_axes,
     without_idle,
 )
@@ -220,7 +221,7 @@ def state_target(
         raise UserError("model_state: a ModelDef has none; allowed: with a loss_fn of your own, which takes it")
     placed = map_specs(_written_out, apply_rules(placed, rules), shapes) if rules else placed
     check_divisible(shapes, placed, mesh)
-    stored = map_specs(lambda spec: without_idle(spec, mesh), placed)
+    stored = placed_specs(placed, mesh)
     residual = residual_target(
         leave_out(shapes, options.freeze), leave_out(stored, options.freeze), mesh, options.grad_sync
     )

@@ -17,8 +17,11 @@ from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, AnyMesh
 
 PyTree = Any
 BATCH_SPEC = P(BATCH_AXES)
-# ZeRO splits parameters over these axes: their devices see other tokens, and would hold the same parameters.
-SHARD_AXES = ("fsdp", "context")
+# ZeRO splits parameters over these axes: their devices see other tokens, and would hold the same parameters. They are
+# in the order of the mesh, in which collectives count ranks.
+SHARD_AXES = ("fsdp", "expert", "context")
+# `expert` is an axis of layers, too. In the entry of a dim it is a strategy's only behind one of these.
+_OF_STRATEGIES = ("fsdp", "context")
 UNITS = ("embed", "blocks", "head")  # the top level of a `ModelDef`'s parameters, in order of use
 STACKED = "blocks"  # the unit whose leaves stack all blocks along dim 0
 
@@ -46,7 +49,8 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 class Shard(NamedTuple):
-    """How a strategy has split a parameter: along dim `dim`, over these of `SHARD_AXES`, in this order."""
+    """How a strategy has split a parameter: along dim `dim`, over these of `SHARD_AXES`, in this order. `fsdp` may have
+    one device, see `placed_specs`."""
 
     dim: int
     axes: tuple[str, ...]
@@ -62,12 +66,16 @@ ShardOf = Callable[[P], Shard | None]
 def shard_of(spec: P) -> Shard | None:
     """How a strategy has split a parameter with this spec; None for one that it has left whole.
 
-    >>> shard_of(P(None, ("tensor", "fsdp", "context")))
-    Shard(dim=1, axes=('fsdp', 'context'))
+    >>> shard_of(P(None, ("tensor", "fsdp", "expert")))
+    Shard(dim=1, axes=('fsdp', 'expert'))
+    >>> shard_of(P("expert", "fsdp"))  # the layer has split dim 0
+    Shard(dim=1, axes=('fsdp',))
     """
     for dim, entry in enumerate(spec):
-        if axes := tuple(axis for axis in entry_axes(entry) if axis in SHARD_AXES):
-            return Shard(dim, axes)
+        axes = entry_axes(entry)
+        first = next((place for place, axis in enumerate(axes) if axis in _OF_STRATEGIES), None)
+        if first is not None:
+            return Shard(dim, tuple(axis for axis in axes[first:] if axis in SHARD_AXES))
     return None
 
 
@@ -94,6 +102,24 @@ def from_entries(entries: Iterable[tuple[str, ...]]) -> P:
 def without_idle(spec: P, mesh: AnyMesh) -> P:
     """The spec without axes of size 1. The layout is the same, but no value is typed varying over these axes."""
     return from_entries(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in spec)
+
+
+def active_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:
+    """`without_idle` of each spec: the in_specs and out_specs of a manual region."""
+    return map_specs(lambda spec: without_idle(spec, mesh), specs)
+
+
+def placed_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:
+    """The specs with which parameters are stored: without axes of size 1, but for a `fsdp` before `expert`, which tells
+    a strategy's shard over `expert` from an axis of the layer."""
+
+    def tells(axis: str, behind: tuple[str, ...]) -> bool:
+        return axis == "fsdp" and "expert" in behind and mesh.shape["expert"] > 1
+
+    def kept(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for place, axis in enumerate(axes) if mesh.shape[axis] > 1 or tells(axis, axes[place:]))
+
+    return map_specs(lambda spec: from_entries(map(kept, map(entry_axes, spec))), specs)
 
 
 def split_over(
@@ -124,7 +150,8 @@ def split_over(
     best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, -dim), default=None)
     if best is None:
         return split_over(spec, shape, axes=axes[:-1], mesh=mesh, min_bytes=min_bytes, columns=columns)
-    entries[best] = (*entries[best], *axes)
+    told = "expert" in axes and "fsdp" not in axes  # see `placed_specs`
+    entries[best] = (*entries[best], *(("fsdp",) if told else ()), *axes)
     return from_entries(entries)
 
 

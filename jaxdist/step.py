@@ -26,7 +26,7 @@ from jaxdist.parallel.program import check_axes, program_and_region
 from jaxdist.parallel.schedule import Schedule, UserLoss, loss_seed
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of, times
-from jaxdist.specs import STACKED, PyTree, batch_spec
+from jaxdist.specs import STACKED, PyTree, active_specs, batch_spec
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics, TrainStep, jit_step
 
@@ -73,7 +73,7 @@ def make_gradients(
         run = region_of(
             region,
             mesh=mesh,
-            in_specs=(specs, lost, P(), batch_spec(mesh), P(), P()),
+            in_specs=(active_specs(specs, mesh), lost, P(), batch_spec(mesh), P(), P()),
             out_specs=(P(), P(), stacked_specs(trained, mesh), lost, P()),
         )
         own = state.params, state.residual, state.model_state

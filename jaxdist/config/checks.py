@@ -269,7 +269,7 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
     if (
         not gpu
         or not StrategyFacts.of(parallel.strategy).regathers
-        or config.mesh.fsdp * config.mesh.context == 1
+        or config.mesh.fsdp * config.mesh.expert * config.mesh.context == 1
         or stages
         or one_unit
     ):

@@ -137,7 +137,9 @@ class MeshConfig:
     pipe: int = setting(1, "pipeline stages", at_least=1, also=-1)
     data: int = setting(1, "replicas that divide the batch", at_least=1, also=-1)
     fsdp: int = setting(1, "devices that divide the batch and, in zero strategies, the parameters", at_least=1, also=-1)
-    expert: int = setting(1, "devices that divide the batch and the experts", at_least=1, also=-1)
+    expert: int = setting(
+        1, "devices that divide the batch, the experts and, in zero strategies, what these share", at_least=1, also=-1
+    )
     context: int = setting(1, "devices that divide the sequence", at_least=1, also=-1)
     tensor: int = setting(1, "devices that divide each layer", at_least=1, also=-1)
 

@@ -20,7 +20,7 @@ from jaxdist.parallel.microbatch import sample_keys
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.relay import on_first_stage
 from jaxdist.parallel.program import in_precision, make_program
-from jaxdist.specs import BATCH_SPEC, STACKED, PyTree, batch_spec, unit_specs, without_idle
+from jaxdist.specs import BATCH_SPEC, STACKED, PyTree, active_specs, batch_spec, unit_specs, without_idle
 from jaxdist.state import shardings_of, specs_of_arrays
 
 
@@ -87,7 +87,7 @@ def features_program(
         return psum(on_first_stage(lambda h: features(head, h), h), "pipe")
 
     rows = batch_spec(mesh)
-    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, rows), out_specs=rows))
+    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(active_specs(specs, mesh), rows), out_specs=rows))
 
 
 def top_program(teacher: Teacher, *, top_k: int, temperature: float, chunk: int | None = None) -> Callable[..., Any]:

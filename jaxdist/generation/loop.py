@@ -19,7 +19,7 @@ from jaxdist.generation.sampling import Sampling, draw
 from jaxdist.mesh import AXES, BATCH_AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy
-from jaxdist.specs import SHARD_AXES, PyTree, axes_by_dim, batch_spec, from_entries, map_specs, shard_of
+from jaxdist.specs import PyTree, active_specs, axes_by_dim, batch_spec, from_entries, map_specs, shard_of
 
 SHORTEST = 16  # the shortest of the lengths for which programs are compiled; each other one is twice the one before
 
@@ -34,21 +34,26 @@ def whole_sequences(mesh: Mesh, specs: PyTree) -> tuple[Mesh, PyTree]:
     """The same devices with those of `context` counted to `fsdp`, and the specs of the parameters there.
 
     A text gets one new position at a time, which cannot be split: the devices of `context` have other texts instead.
-    Shards stay where they are, but for parameters that `fsdp` and `context` do not both split, which become whole.
+    Shards stay where they are, but for parameters that `fsdp` and `context` do not both split, which become whole, and
+    for those that `expert` splits too, which are then in another order.
     """
     if mesh.shape["context"] == 1:
         return mesh, specs
-    fsdp, context = (AXES.index(axis) for axis in SHARD_AXES)
+    both = ("fsdp", "context")
+    fsdp, context = map(AXES.index, both)
     grid = np.moveaxis(mesh.devices, context, fsdp + 1)
     sizes = list(mesh.devices.shape)
     sizes[fsdp], sizes[context] = sizes[fsdp] * sizes[context], 1
 
     def one(spec: P) -> P:
-        shard, both = shard_of(spec), math.prod(mesh.shape[axis] for axis in SHARD_AXES)
-        first = shard.axes[0] if shard and shard.parts(mesh) == both else None
+        if (shard := shard_of(spec)) is None:
+            return spec
+        parts = math.prod(mesh.shape[axis] for axis in both if axis in shard.axes)
+        kept = parts == mesh.shape["fsdp"] * mesh.shape["context"]
+        first, gone = (shard.axes[0], both) if kept else (None, shard.axes)
         # Its place in an entry counts: one over (fsdp, context, pipe) is in order over (fsdp, pipe) only.
         entries = [
-            tuple("fsdp" if axis == first else axis for axis in entry if axis == first or axis not in SHARD_AXES)
+            tuple("fsdp" if axis == first else axis for axis in entry if axis == first or axis not in gone)
             for entry in axes_by_dim(spec, len(spec))
         ]
         return from_entries(entries)
@@ -86,7 +91,7 @@ class Generator:
         self.why_no_cache = "it is switched off" if not cache else why_no_cache(model, mesh)
         make = cached_passes if self.why_no_cache is None else whole_passes
         self._forward = make(model, mesh, specs, strategy)
-        rows, kept = batch_spec(mesh), self._forward.specs
+        rows, kept, specs = batch_spec(mesh), self._forward.specs, active_specs(specs, mesh)
         region = lambda function, given, out: jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=out)  # noqa: E731
         self._start = jax.jit(
             lambda params, *given, new: region(

@@ -28,7 +28,7 @@ from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import program_and_region
 from jaxdist.parallel.schedule import loss_seed
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of
-from jaxdist.specs import STACKED, PyTree, batch_spec, without_idle
+from jaxdist.specs import STACKED, PyTree, active_specs, batch_spec, without_idle
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics, jit_step
 
@@ -75,7 +75,7 @@ def make_local_gradients(model: ModelDef, mesh: AnyMesh, options: StepOptions, s
         run = shard_map(
             region,
             mesh=mesh,
-            in_specs=(led, batch_spec(mesh), P(), split),
+            in_specs=(active_specs(led, mesh), batch_spec(mesh), P(), split),
             out_specs=(split, split, split, stacked_specs(trained, mesh)),
         )
         loss, weight, divisor, grads = run(state.opt_state.params, batch, state.step, scale)

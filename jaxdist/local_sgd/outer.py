@@ -34,7 +34,7 @@ from jaxdist.mesh import AnyMesh
 from jaxdist.optim import apply_updates, global_norm
 from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import accumulation_dtype
-from jaxdist.specs import PyTree, without_idle
+from jaxdist.specs import PyTree, active_specs, without_idle
 from jaxdist.state import TrainState, shardings_of, specs_of_arrays
 from jaxdist.train_step import Metrics
 
@@ -100,12 +100,12 @@ def make_outer_step(
 
     def build(state: TrainState) -> Any:
         of = cut_specs(within(specs_of_arrays(state.opt_state.params)), index, count, frozen=frozen)
-        led, split = apart(of, mesh), without_idle(P(REPLICAS), mesh)
+        led, split = active_specs(apart(of, mesh), mesh), without_idle(P(REPLICAS), mesh)
         kept = led if state.opt_state.lost else {}
         run = jax.shard_map(
             _make_region(of, replicas, local, options),
             mesh=mesh,
-            in_specs=(led, of, kept, split, split),
+            in_specs=(led, active_specs(of, mesh), kept, split, split),
             out_specs=(P(), P(), stacked_specs(of, mesh), kept),
         )
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config.sections.local import LocalConfig
 from jaxdist.mesh import AnyMesh
 from jaxdist.optim import leave_out
-from jaxdist.specs import STACKED, PyTree, leaves_by_name, map_specs, without_idle
+from jaxdist.specs import STACKED, PyTree, leaves_by_name, map_specs, placed_specs, without_idle
 from jaxdist.state import TrainState, optimizer_specs, shardings_of, specs_of_arrays
 
 REPLICAS = "data"  # the mesh axis whose coordinates are replicas
@@ -60,7 +60,7 @@ def outer_optimizer(local: LocalConfig) -> optax.GradientTransformation:
 
 def apart(specs: PyTree, mesh: AnyMesh) -> PyTree:
     """The specs of leaves that each replica has for itself, with their leading dim."""
-    return map_specs(lambda spec: without_idle(P(REPLICAS, *spec), mesh), specs)
+    return placed_specs(map_specs(lambda spec: P(REPLICAS, *spec), specs), mesh)
 
 
 def within(specs: PyTree) -> PyTree:

@@ -27,6 +27,7 @@ from jaxdist.specs import (
     map_named,
     map_specs,
     shard_of,
+    spec_axes,
     split_over,
     unit_specs,
 )
@@ -80,8 +81,15 @@ def regathers(strategy: Strategy, specs: PyTree) -> bool:
 
 
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
-    """Specs with `SHARD_AXES` on a dim of every parameter that is large enough and divisible; others stay whole."""
-    split = functools.partial(split_over, axes=SHARD_AXES, mesh=mesh, min_bytes=min_shard_bytes)
+    """Specs with `SHARD_AXES` on a dim of every parameter that is large enough and divisible; others stay whole.
+
+    What a layer has split over `expert` itself, as the kernels of experts, is split over the other axes.
+    """
+
+    def split(spec: P, leaf: jax.ShapeDtypeStruct, *, columns: bool = False) -> P:
+        axes = tuple(axis for axis in SHARD_AXES if axis not in spec_axes(spec))
+        return split_over(spec, leaf, axes=axes, mesh=mesh, min_bytes=min_shard_bytes, columns=columns)
+
     if not is_model(specs):
         return map_specs(split, specs, shapes)
     # Columns of the embedding can be looked up without being gathered.

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jaxdist.config.load import with_settings
 from jaxdist.config.rules.remat import MODES
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
+from jaxdist.specs import SHARD_AXES
 
 Overrides = Mapping[str, Any]  # {dotted key: value}; empty if the change does not apply
 
@@ -30,10 +32,11 @@ def _loss_chunk(config: Config) -> Overrides:
 
 def _next_stage(config: Config) -> Overrides:
     mesh, facts = config.mesh, StrategyFacts.of(config.parallel.strategy)
-    if not facts.next or mesh.data * mesh.fsdp == 1:
+    shards = math.prod(getattr(mesh, axis) for axis in SHARD_AXES)
+    if not facts.next or mesh.data * shards == 1:
         return {}
-    # zero splits over fsdp: without such an axis, take the replicas.
-    over = {"mesh.data": 1, "mesh.fsdp": mesh.data} if mesh.fsdp == 1 else {}
+    # zero splits over `SHARD_AXES`: without such an axis, take the replicas.
+    over = {"mesh.data": 1, "mesh.fsdp": mesh.data} if shards == 1 else {}
     return {"parallel.strategy": facts.next, **over}
 
 

@@ -39,7 +39,8 @@ def expert_traffic(
     gathered = (token + choices * (ID_BYTES + gate_bytes)) * others
     back = (2 * token + choices * gate_bytes) * others
     again = choices * (ID_BYTES + gate_bytes) * others if kept else gathered
-    return Traffic(gathered + token * others, back, 0.0 if remat == "none" else again)
+    whole = remat == "none" or names_value(remat, "mlp.tokens")
+    return Traffic(gathered + token * others, back, 0.0 if whole else again)
 
 
 def experts_text(config: Config) -> str | None:

@@ -19,7 +19,7 @@ from jaxdist.plan.traced.activations import BETWEEN_STAGES, SAVED_KINDS, SavedAr
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.liveness import temporary_bytes
 from jaxdist.plan.traced.sharding import Row, sharding_rows
-from jaxdist.specs import STACKED, PyTree, map_specs
+from jaxdist.specs import STACKED, PyTree, active_specs, map_specs
 from jaxdist.state import TrainState, specs_of_arrays
 
 # The sums of the table of memory: the only rows that may be compared with the memory of a device; and what they lack.
@@ -155,7 +155,9 @@ def memory_of_a_step(config: Config, parts: Parts, mesh: AnyMesh) -> dict[str, i
         sizes["gathered copies, the whole step"] = sum(leaf.size * leaf.dtype.itemsize for leaf in copies)
         return jax.numpy.zeros(())
 
-    jax.eval_shape(jax.shard_map(region, mesh=mesh, in_specs=(specs,), out_specs=P()), parts.target.params)
+    jax.eval_shape(
+        jax.shard_map(region, mesh=mesh, in_specs=(active_specs(specs, mesh),), out_specs=P()), parts.target.params
+    )
     return sizes
 
 

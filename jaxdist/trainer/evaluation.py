@@ -29,7 +29,7 @@ from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.precision.autocast import autocast
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.runtime.watch.watchdog import Watch
-from jaxdist.specs import STACKED, PyTree, batch_spec
+from jaxdist.specs import STACKED, PyTree, active_specs, batch_spec
 from jaxdist.state import TrainState, shardings_of, specs_of_arrays
 from jaxdist.trainer.batches.tokenizer import tokenizer_of_data
 from jaxdist.trainer.run import RunPlan, Sampler
@@ -78,7 +78,9 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
         loss, weight, metrics, *_ = program.loss(*strategy.begin(params, specs, STACKED), batch)
         return psum(to_varying({"loss": (loss, weight), **metrics}, BATCH_LIKE), BATCH_LIKE)
 
-    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=P()))
+    return jax.jit(
+        jax.shard_map(region, mesh=mesh, in_specs=(active_specs(specs, mesh), batch_spec(mesh)), out_specs=P())
+    )
 
 
 def make_loss_eval_step(
@@ -97,7 +99,9 @@ def make_loss_eval_step(
         totals = {"loss": (total, weight), **program.settle(extra, model_state)[0]}
         return psum(to_varying(totals, BATCH_LIKE), BATCH_LIKE)
 
-    return jax.jit(region_of(region, mesh=mesh, in_specs=(specs, P(), batch_spec(mesh)), out_specs=P()))
+    return jax.jit(
+        region_of(region, mesh=mesh, in_specs=(active_specs(specs, mesh), P(), batch_spec(mesh)), out_specs=P())
+    )
 
 
 def forward_parts(plan: RunPlan) -> tuple[Any, Mesh, PyTree, Strategy]:

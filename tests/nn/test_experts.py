@@ -16,13 +16,16 @@ from experts_oracle import split
 from layouts import SEQ, STRATEGIES, Case, batch_size, model_config, run
 from levels import levels
 
+from jaxdist import make_mesh, state_target
 from jaxdist.config.sections.moe import MoEConfig
+from jaxdist.models.gpt import gpt
 from jaxdist.nn.context.positions import context_size
 from jaxdist.nn.experts.balance import with_count
 from jaxdist.nn.experts.capacity import by_capacity
 from jaxdist.nn.experts.dispatch import Experts, RoutedTokens
 from jaxdist.nn.experts.layer import DISPATCH
 from jaxdist.nn.experts.router import balance_losses
+from jaxdist.specs import leaves_by_name
 
 DROPPING = MoEConfig(
     8, top_k=2, dispatch="capacity", factor=0.75, group=4, bias_rate=0.05, balance_loss=0.1, z_loss=0.01, pieces=2
@@ -93,6 +96,23 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("case", levels([*CASES, *PIPELINES], everyday=99, slow=3, common=4), ids=str)
 def test_it_trains_like_one_device(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_what_experts_share_is_split_over_expert_too(strategy: str) -> None:
+    tx, config = optax.adam(1e-3), model_config(case("dropless", 2, 0))
+
+    def bytes_of(**mesh: int) -> tuple[int, int]:
+        target = state_target(gpt(config, max_length=SEQ), tx, make_mesh(**mesh), strategy=strategy)
+        named = leaves_by_name({"params": target.params, "optimizer": target.opt_state})
+        # A router's statistics are 19 numbers, which no mesh divides.
+        leaves = [leaf for name, leaf in named.items() if leaf.ndim and not name.endswith(".statistics")]
+        own = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in leaves)
+        return own, sum(leaf.size for leaf in leaves)
+
+    for mesh in ({"expert": 8}, {"fsdp": 2, "expert": 4}, {"expert": 4, "context": 2}, {"fsdp": 8}):
+        own, whole = bytes_of(**mesh)
+        assert own * 8 == whole > 20_000
 
 
 def gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ AUTO = "auto"  # of a configuration: what `config.checks.default_remat` chooses
 # Values of a block that layers name with `checkpoint_name`, for `memory.remat=[attention.out,mlp.hidden]`. A test
 # compares them with the layers; docs/memory.md says what each is.
 _OF_ATTENTION = ("attention.qkv", "attention.context", "attention.out")
-NAMES = (*_OF_ATTENTION, "mlp.rows", "mlp.hidden", "mlp.activation", "mlp.out")
+NAMES = (*_OF_ATTENTION, "mlp.tokens", "mlp.rows", "mlp.hidden", "mlp.activation", "mlp.out")
 RING_RESULT = "attention.ring"  # the result of a ring and its statistics, which "dots" keeps
 Remat = str | tuple[str, ...]
 

@@ -12,6 +12,7 @@ Legend: as in `dispatch.py`; n devices of `expert`, T tokens of all of them.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import active_axes, all_gather, rank, reduce_scatter, to_varying, varying_axes
 from jaxdist.config.sections.moe import MoEConfig
@@ -26,7 +27,10 @@ def dropless(tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> tupl
     x, chosen, gates = (each.reshape(shape[0] * shape[1], -1) for each in tokens)
     if active_axes("expert"):
         with jax.named_scope("dispatch"):
-            x, chosen, gates = (all_gather(each, "expert", dim=0) for each in (x, chosen, gates))
+            # Named, because a gather over `expert` without a name is one of parameters to `memory.remat: none`.
+            x, chosen, gates = (
+                checkpoint_name(all_gather(each, "expert", dim=0), "mlp.tokens") for each in (x, chosen, gates)
+            )
     mine = chosen.ravel() - rank("expert") * local
     mine = jnp.where((mine >= 0) & (mine < local), mine, local)  # `local` stands for those of other devices
     size = block_rows(len(mine), options.experts)

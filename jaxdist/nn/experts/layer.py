@@ -35,7 +35,8 @@ DISPATCH: dict[str, Dispatch] = {"capacity": by_capacity, "dropless": dropless}
 class MoE(nnx.Module):
     """A mixture of experts: x [B, s, D] -> [B, s, D].
 
-    Names for `memory.remat`: as of `MLP`, with "mlp.rows" for the tokens where their experts are.
+    Names for `memory.remat`: as of `MLP`, with "mlp.tokens" for those of all devices of `expert`
+    ("dropless"), and "mlp.rows" for tokens where their experts are.
 
     options: resolved, see `MoEConfig`.
     kind, out_scale: as for `MLP`.

@@ -1,8 +1,6 @@
 """The options of XLA:GPU with which a training step is compiled."""
 
-import math
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ import jax.numpy as jnp
 from jaxdist.config.rules.xla_flags import TRITON, names_given
 from jaxdist.mesh import AnyMesh, on_cpu
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.specs import SHARD_AXES, STACKED, PyTree, bytes_per_device, is_model, shard_of
+from jaxdist.specs import STACKED, PyTree, bytes_per_device, is_model, shard_of
 
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 BY_TWO = "xla_gpu_enable_while_loop_double_buffering"
@@ -55,18 +53,18 @@ def compiler_options(params: PyTree, options: StrategyOptions, mesh: AnyMesh) ->
 def _prefetching(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dict[str, int | bool]:
     """The options for a program that prefetches blocks."""
 
-    def gathered(leaf: Any) -> int:  # elements, of one block; parameters that are no shards do not travel
-        own = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
-        shard = shard_of(leaf.sharding.spec)
-        return own * shard.parts(mesh) if shard else 0
-
-    block = sum(map(gathered, jax.tree.leaves(params[STACKED])))
+    own = whole = 0  # elements, of one block; parameters that are no shards do not travel
+    for leaf in jax.tree.leaves(params[STACKED]):
+        if (shard := shard_of(leaf.sharding.spec)) is not None:
+            elements = bytes_per_device(leaf, leaf.sharding.spec, mesh) // leaf.dtype.itemsize // leaf.shape[0]
+            own, whole = own + elements, whole + elements * shard.parts(mesh)
     received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
-    least, parts = 30 * 2**20, math.prod(mesh.shape[axis] for axis in SHARD_AXES)  # the least is XLA's own threshold
-    whole, sums = max(least, int(COMBINED * block * received)), max(least, int(COMBINED * block * reduced))
-    limits = {"all_gather": whole, "reduce_scatter": sums // parts}  # XLA counts the outputs of collectives
+    least = 30 * 2**20  # XLA's own threshold
+    gathered, sums = max(least, int(COMBINED * whole * received)), max(least, int(COMBINED * whole * reduced))
+    sums = sums * own // max(1, whole)  # XLA counts the outputs of collectives
+    limits = {"all_gather": gathered, "reduce_scatter": sums}
     if mesh.shape["data"] > 1:
-        limits["all_reduce"] = max(least, sums // parts)  # sums shards
+        limits["all_reduce"] = max(least, sums)  # sums shards
     sizes = {THRESHOLD.format(op): size for op, size in limits.items()}
     at_once = 3 if mesh.shape["data"] > 1 else 2
     return {**sizes, BY_TWO: True, AT_ONCE: at_once, LATENCY_HIDING: True}

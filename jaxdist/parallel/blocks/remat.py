@@ -22,8 +22,8 @@ def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     """The policy that saves everything but gathered parameters, which are gathered again (ZeRO-3, not ZeRO-2).
 
     Activations that are gathered over `tensor` are saved. The policy sees the all_gather by its own name, because
-    `strategy.connect`, a custom_vjp, does not contain it. Keys and values that are gathered over
-    `context` have a name, and are saved by that. A gather made of ppermutes would need another name here.
+    `strategy.connect`, a custom_vjp, does not contain it. Keys and values that are gathered over `context`, and tokens
+    over `expert`, have names, and are saved by these. A gather made of ppermutes would need another name here.
     """
     gathered = prim.name == "all_gather" and not {*SHARD_AXES}.isdisjoint(params["axis_name"])
     return not gathered and prim.name not in CHEAP

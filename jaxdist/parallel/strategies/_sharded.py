@@ -8,8 +8,9 @@ Are parameters all-gathered once a step, or at each use? Are gradients reduce-sc
 | zero2 | once       | at each use    | a copy of the parameters                       |
 | zero3 | at each use| at each use    | one unit: a block, the embedding, the head     |
 
-Parameters, gradients and optimizer state are sharded over `fsdp` and `context` in all three. With `data` > 1 the shards
-of gradients are then all-reduced over `data` (hybrid sharding).
+Parameters, gradients and optimizer state are sharded over `fsdp`, `expert` and `context` in all three; what a layer
+has split over `expert` itself, over the two others. With `data` > 1 the shards of gradients are then all-reduced over
+`data` (hybrid sharding).
 """
 
 import functools
@@ -17,6 +18,7 @@ import functools
 import jax
 from jax import lax
 
+from jaxdist.collectives import active_axes
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.parallel.strategy import (
@@ -55,7 +57,7 @@ def sharded(options: StrategyOptions, moves: Moves) -> Strategy:
                 if gather_each:
                     shard = value_of(leaf) if reduce_each else copy
                     received = shard.astype(options.precision.received)
-                    copy = lax.all_gather(received, place.axes, axis=place.dim, tiled=True)
+                    copy = lax.all_gather(received, active_axes(place.axes), axis=place.dim, tiled=True)
                 usable.append(connect(copy, leaf, place if reduce_each else None, options))
         return jax.tree.unflatten(spec_structure(specs), usable)
 

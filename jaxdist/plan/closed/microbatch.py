@@ -37,12 +37,12 @@ from jaxdist.specs import (
     STACKED,
     UNITS,
     PyTree,
+    active_specs,
     batch_spec,
-    map_specs,
     named_leaves,
+    placed_specs,
     shard_count,
     shard_of,
-    without_idle,
 )
 
 BLOCKS, HEAD = UNITS[1:]
@@ -156,7 +156,7 @@ def trace_microbatch(
     run: `accumulate`, or for a pipeline `in_a_stage`, or `run_ticks` with a table of `one_tick`.
     """
     strategy = get_strategy(options)
-    specs = map_specs(lambda spec: without_idle(spec, mesh), strategy.place(model.shapes, model.specs, mesh))
+    specs = placed_specs(strategy.place(model.shapes, model.specs, mesh), mesh)
     program, region_of = program_and_region(model, strategy, specs, mesh, options)
     axes, between = tuple(str(axis) for axis in mesh.axis_names if mesh.shape[axis] > 1), list[Any]()
     program = program if run is accumulate else _marked(program, between)
@@ -169,7 +169,9 @@ def trace_microbatch(
         found = run(program, diff, captured, with_seed(program, parts, 1.0), seed=1.0, reduce_dtype=reduce_dtype)
         return jax.tree.map(lambda x: to_varying(x, axes)[None], found)
 
-    mapped = region_of(region, mesh=mesh, in_specs=(specs, batch_spec(mesh)), out_specs=P(axes or None))
+    mapped = region_of(
+        region, mesh=mesh, in_specs=(active_specs(specs, mesh), batch_spec(mesh)), out_specs=P(axes or None)
+    )
     jaxpr = without_dead_code(jax.make_jaxpr(mapped)(model.shapes, batch))
     rows = jax.tree.leaves(batch)[0].shape[0] // batch_shards(mesh)
     whole = {

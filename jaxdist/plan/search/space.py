@@ -15,6 +15,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import AXES, BATCH_AXES
 from jaxdist.plan.calibration.file import REMATS
 from jaxdist.plan.changes import changed, typed
+from jaxdist.specs import SHARD_AXES
 
 MOST_MICROBATCHES = 64  # of a pipeline: more hide hardly more of a bubble
 LONG_SEQUENCE = 16384  # positions from which on activations of one sequence may be split
@@ -110,7 +111,7 @@ def layouts(config: Config, devices: int, *, per_host: int, halves: bool = False
     for sizes in axis_splits(devices, [axis for axis in AXES if axis not in without]):
         if sizes.get("tensor", 1) > per_host or sizes.get("context", 1) > longest:
             continue
-        shards = sizes.get("fsdp", 1) * sizes.get("context", 1)
+        shards = math.prod(sizes.get(axis, 1) for axis in SHARD_AXES)
         strategies = ["ddp"] if shards == 1 else [*(["ddp"] if sizes.get("fsdp", 1) == 1 else []), *sharded]
         for strategy, (schedule, chunks) in itertools.product(strategies, _schedules(config, sizes.get("pipe", 1))):
             values: dict[str, Any] = {f"mesh.{axis}": sizes.get(axis, 1) for axis in AXES}

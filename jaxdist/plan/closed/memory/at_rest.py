@@ -25,15 +25,14 @@ from jaxdist.specs import (
     STACKED,
     UNITS,
     PyTree,
+    active_specs,
     bytes_per_device,
     dim_of,
     fitting,
     leaves_by_name,
-    map_specs,
     shard_count,
     shard_of,
     spec_leaves,
-    without_idle,
 )
 from jaxdist.state import abstract_state, optimizer_specs, shardings_of, updated
 
@@ -129,7 +128,7 @@ def _residual(config: Config, known: Known) -> int:
     """Bytes of the errors of int8 sums on one device."""
     mesh, shapes = planned_mesh(config), known.model(config).shapes
     specs = jax.tree.unflatten(jax.tree.structure(shapes), [leaf.spec for leaf in known.leaves(config)])
-    stored, frozen = map_specs(lambda spec: without_idle(spec, mesh), specs), config.optimizer.frozen
+    stored, frozen = active_specs(specs, mesh), config.optimizer.frozen
     found = residual_target(leave_out(shapes, frozen), leave_out(stored, frozen), mesh, config.parallel.grad_sync)
     pairs = zip(jax.tree.leaves(found[0]), spec_leaves(found[1]), strict=True)
     return sum(bytes_per_device(shape, spec, mesh) for shape, spec in pairs)

@@ -31,7 +31,7 @@ from jaxdist.parallel.schedule import Program, seeded_loss
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.traced.liveness import BytesOfSizes, peaks_of_sizes
-from jaxdist.specs import STACKED, PyTree, batch_spec, map_specs, without_idle
+from jaxdist.specs import STACKED, PyTree, active_specs, batch_spec, placed_specs
 
 UNIT_ROWS = (2, 4)  # of a device: the numbers for which bytes are told
 Readings = dict[str, list[tuple[float, float]]]  # {what: bytes for each number of blocks, for both of `UNIT_ROWS`}
@@ -97,7 +97,7 @@ class UnitTraces:
         self.shapes = model.shapes
         self.strategy = get_strategy(self.options)
         placed = self.strategy.place(self.shapes, model.specs, self.mesh)
-        self.specs = map_specs(lambda spec: without_idle(spec, self.mesh), placed)
+        self.specs = placed_specs(placed, self.mesh)
         model = in_precision(model, options.precision)
         self.program: Program = make_program(model, self.strategy, self.specs, self.options)
         assert self.program.stages is not None and self.program.hidden is not None, "neither prefetches nor offloads"
@@ -214,7 +214,9 @@ class UnitTraces:
             found.update(read(_Given(self, diff, captured, one, measures)))
             return jnp.zeros(())
 
-        run = jax.shard_map(region, mesh=self.mesh, in_specs=(self.specs, batch_spec(self.mesh)), out_specs=P())
+        run = jax.shard_map(
+            region, mesh=self.mesh, in_specs=(active_specs(self.specs, self.mesh), batch_spec(self.mesh)), out_specs=P()
+        )
         data = self.config.data.replace(global_batch=rows * batch_shards(self.mesh))
         jax.eval_shape(run, shapes, batch_of(replace(self.config, data=data), self.mesh))
         return found
