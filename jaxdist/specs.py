@@ -3,9 +3,8 @@
 The same tree serves as `in_specs`, `out_specs`, `out_shardings` and restore target.
 """
 
-import fnmatch
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,6 @@ BATCH_SPEC = P(BATCH_AXES)
 # ZeRO splits parameters over these axes: their devices see other tokens, and would hold the same parameters. They are
 # in the order of the mesh, in which collectives count ranks.
 SHARD_AXES = ("fsdp", "expert", "context")
-# `expert` is an axis of layers, too. In the entry of a dim it is a strategy's only behind one of these.
-_OF_STRATEGIES = ("fsdp", "context")
 UNITS = ("embed", "blocks", "head")  # the top level of a `ModelDef`'s parameters, in order of use
 STACKED = "blocks"  # the unit whose leaves stack all blocks along dim 0
 
@@ -72,10 +69,9 @@ def shard_of(spec: P) -> Shard | None:
     Shard(dim=1, axes=('fsdp',))
     """
     for dim, entry in enumerate(spec):
-        axes = entry_axes(entry)
-        first = next((place for place, axis in enumerate(axes) if axis in _OF_STRATEGIES), None)
-        if first is not None:
-            return Shard(dim, tuple(axis for axis in axes[first:] if axis in SHARD_AXES))
+        axes = tuple(axis for axis in entry_axes(entry) if axis in SHARD_AXES)
+        if {*axes} - {"expert"}:  # alone, or before the others, it is the layer's
+            return Shard(dim, axes[axes[0] == "expert" :])
     return None
 
 
@@ -196,34 +192,6 @@ def is_model(tree: PyTree) -> bool:
 def unit_specs(specs: PyTree) -> PyTree:
     """The specs of a model's parameters, but with those of a single block, which has no stacked dim."""
     return {**specs, STACKED: map_specs(lambda spec: P(*spec[1:]), specs[STACKED])}
-
-
-def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequence[str] = ()) -> PyTree:
-    """Whether each leaf's path ("blocks.mlp.up.kernel") fits a pattern ("embed.*"), as a tree of bools. What fits one
-    after a "!" ("!head.*") does not. Of several patterns that a path fits, the last counts.
-
-    tree: its leaves may be PartitionSpecs and MaskedNodes, too.
-    key: the setting that errors name.
-    optional: patterns that may fit no leaf.
-
-    Raises `UserError` if any other pattern fits no leaf.
-    """
-    if isinstance(patterns, str):
-        raise UserError(f"{key}: {patterns!r} is one text; give a list of patterns, [{patterns!r}]")
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, P | MaskedNode))
-    names = [path_name(path) for path, _ in leaves]
-    for pattern in patterns:
-        if pattern not in optional and not any(fnmatch.fnmatchcase(name, pattern.lstrip("!")) for name in names):
-            raise UserError(
-                f"{key}: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} or "
-                f"'{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}"
-            )
-
-    def fits(name: str) -> bool:
-        found = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern.lstrip("!"))]
-        return bool(found) and not found[-1].startswith("!")
-
-    return jax.tree.unflatten(treedef, [fits(name) for name in names])
 
 
 def shard_count(spec: P, mesh: AnyMesh) -> int:

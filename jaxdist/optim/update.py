@@ -9,7 +9,7 @@ import optax
 from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
 from jaxdist.precision.reproducible import PRODUCTS, products_rounded
-from jaxdist.specs import PyTree, fitting
+from jaxdist.specs import PyTree
 
 
 def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
@@ -17,8 +17,12 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
 
     tree: its leaves may be PartitionSpecs, too. Raises `UserError` if a pattern fits no leaf, or if no leaf remains.
     """
+    if not patterns:
+        return tree
+    from jaxdist.optim.patterns import fitting  # of frozen parameters alone
+
     frozen = fitting(tree, patterns, key="optimizer.freeze")
-    if patterns and len(found := {*jax.tree.leaves(frozen)}) == 1:
+    if len(found := {*jax.tree.leaves(frozen)}) == 1:
         mend = "leaves nothing to train; leave one of them out" if True in found else "freezes nothing; put '*' first"
         raise UserError(f"optimizer.freeze: {', '.join(patterns)} {mend}")
     return jax.tree.map(lambda out, leaf: optax.MaskedNode() if out else leaf, frozen, tree)

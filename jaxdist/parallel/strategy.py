@@ -81,10 +81,8 @@ def regathers(strategy: Strategy, specs: PyTree) -> bool:
 
 
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
-    """Specs with `SHARD_AXES` on a dim of every parameter that is large enough and divisible; others stay whole.
-
-    What a layer has split over `expert` itself, as the kernels of experts, is split over the other axes.
-    """
+    """Specs with `SHARD_AXES` on a dim of every parameter that is large enough and divisible; others stay whole. What a
+    layer has split over `expert` itself, as the kernels of experts, is split over the other axes."""
 
     def split(spec: P, leaf: jax.ShapeDtypeStruct, *, columns: bool = False) -> P:
         axes = tuple(axis for axis in SHARD_AXES if axis not in spec_axes(spec))

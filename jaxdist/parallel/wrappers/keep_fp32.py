@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config.rules.precision import NORMS, ROUTERS
+from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.precision.policy import Precision, accumulation_dtype
-from jaxdist.specs import PyTree, fitting, map_specs, only
+from jaxdist.specs import PyTree, map_specs, only
 
 
 class Wide(NamedTuple):

@@ -9,12 +9,13 @@ import jax
 
 from jaxdist.config.schema import Config
 from jaxdist.optim.muon import muon_dims
+from jaxdist.optim.patterns import fitting
 from jaxdist.optim.per_block import counted_dims
 from jaxdist.plan.closed.calls import AxisSizes
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.sent import Transfer
 from jaxdist.plan.traced.ledger import wire_bytes
-from jaxdist.specs import axes_by_dim, fitting, is_model
+from jaxdist.specs import axes_by_dim, is_model
 
 
 def sent_by_optimizer(config: Config, known: Known, sizes: AxisSizes) -> list[Transfer]:

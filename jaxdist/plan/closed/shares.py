@@ -7,10 +7,11 @@ import jax
 
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES
+from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.plan.closed.leaves import Known, mesh_sizes
 from jaxdist.precision.policy import precision_of
-from jaxdist.specs import STACKED, claimed_axes, dim_of, fitting, shard_of, spec_axes
+from jaxdist.specs import STACKED, claimed_axes, dim_of, shard_of, spec_axes
 
 
 class Share(NamedTuple):

@@ -13,6 +13,7 @@ from jaxdist.init import residual_target
 from jaxdist.mesh import AnyMesh, abstract_mesh
 from jaxdist.model import rules_of
 from jaxdist.optim import leave_out, only_trained
+from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import order_of_blocks
@@ -28,7 +29,6 @@ from jaxdist.specs import (
     active_specs,
     bytes_per_device,
     dim_of,
-    fitting,
     leaves_by_name,
     shard_count,
     shard_of,
