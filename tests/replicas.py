@@ -12,6 +12,7 @@ from jaxdist.local_sgd.state import local_target, outer_optimizer, spread_out
 from jaxdist.local_sgd.step import LocalStep, make_local_step
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.optim.update import only_trained
 from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import BATCH_SPEC
@@ -24,7 +25,7 @@ def local_parts(
     case: Case, local: LocalConfig, tx: Any, policy: str = "fp64", **more: Any
 ) -> tuple[TrainState, LocalStep]:
     """(state at step 0, step)."""
-    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe)
+    mesh = make_mesh(data=case.mesh[0], fsdp=case.mesh[1], tensor=case.mesh[2], pipe=case.pipe, expert=case.expert)
     config = model_config(case)
     model = gpt(config, max_length=SEQ, param_dtype=POLICIES[policy].param)
     options = StepOptions(
@@ -37,7 +38,7 @@ def local_parts(
         **more,
     )
     target = state_target(model, tx, mesh, options)
-    one = place_params(initial(config, policy), tx, target)
+    one = place_params(initial(config, policy), only_trained(tx, options.freeze, model.update_rules), target)
     outer = outer_optimizer(local)
     frozen = options.freeze
     state = spread_out(one, local_target(target, outer, local, frozen=frozen), outer, local, frozen=frozen)

@@ -85,7 +85,11 @@ class Generator:
         cache: bool = True,
         chunk: int = 16,
     ) -> None:
+        of_training = mesh
         mesh, specs = whole_sequences(mesh, specs)
+        # Programs take arrays whose devices are in their own order; `expert` lies between `fsdp` and `context`.
+        same = list(mesh.devices.flat) == list(of_training.devices.flat)
+        self._layout = None if same else map_specs(lambda spec: NamedSharding(mesh, spec), specs)
         self.mesh, self.chunk, self.sampling = mesh, chunk, sampling
         self.positions = min((each for each in (positions, model.positions) if each is not None), default=None)
         self.why_no_cache = "it is switched off" if not cache else why_no_cache(model, mesh)
@@ -165,6 +169,7 @@ class Generator:
         keys: of the rows, from `row_keys`.
         """
         self.check([len(prompt) for prompt in prompts], max_tokens)
+        params = params if self._layout is None else jax.device_put(params, self._layout)
         count, shards = len(prompts), batch_shards(self.mesh)
         rows = -(-count // shards) * shards  # rows that fill the last shard repeat the first one
         filled = [prompts[row if row < count else 0] for row in range(rows)]

@@ -14,6 +14,7 @@ from levels import levels
 from replicas import ROWS, local_parts, placed
 
 from jaxdist.config.sections.local import LocalConfig, OuterConfig
+from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.init import state_target
 from jaxdist.models.gpt import gpt
 from jaxdist.specs import leaves_by_name
@@ -111,6 +112,21 @@ def test_replicas_and_anchor_agree_with_one_device(case: Case, local: LocalConfi
 @pytest.mark.parametrize(("case", "local"), levels(SLOW, slow=3, common=1), ids=str)
 def test_replicas_and_anchor_agree_with_one_device_in_other_layouts(case: Case, local: LocalConfig) -> None:
     check(case, local)
+
+
+@pytest.mark.slow
+def test_what_experts_share_is_split_within_a_replica() -> None:
+    moe = ("moe", MoEConfig(experts=8, top_k=2, bias_rate=None))
+
+    def trained(strategy: str, expert: int) -> tuple[Any, Any]:
+        case = Case("llama", False, strategy, 1, (2, 1, 1), expert=expert, options=(moe,))
+        state, step = local_parts(case, DILOCO, optimizer())
+        for i in range(4):
+            state, _ = step(state, placed(i, state))
+        return jax.device_get(state.params), jax.device_get(state.opt_state.params)
+
+    with jax.enable_x64(True):
+        assert oracle.error(trained("zero3", 4), trained("ddp", 1)) < 1e-10
 
 
 @pytest.mark.slow

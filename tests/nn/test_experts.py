@@ -16,8 +16,9 @@ from experts_oracle import split
 from layouts import SEQ, STRATEGIES, Case, batch_size, model_config, run
 from levels import levels
 
-from jaxdist import make_mesh, state_target
+from jaxdist import init_state, make_mesh, state_target
 from jaxdist.config.sections.moe import MoEConfig
+from jaxdist.generation.generate import generate
 from jaxdist.models.gpt import gpt
 from jaxdist.nn.context.positions import context_size
 from jaxdist.nn.experts.balance import with_count
@@ -26,6 +27,7 @@ from jaxdist.nn.experts.dispatch import Experts, RoutedTokens
 from jaxdist.nn.experts.layer import DISPATCH
 from jaxdist.nn.experts.router import balance_losses
 from jaxdist.specs import leaves_by_name
+from jaxdist.state import place_params
 
 DROPPING = MoEConfig(
     8, top_k=2, dispatch="capacity", factor=0.75, group=4, bias_rate=0.05, balance_loss=0.1, z_loss=0.01, pieces=2
@@ -113,6 +115,23 @@ def test_what_experts_share_is_split_over_expert_too(strategy: str) -> None:
     for mesh in ({"expert": 8}, {"fsdp": 2, "expert": 4}, {"expert": 4, "context": 2}, {"fsdp": 8}):
         own, whole = bytes_of(**mesh)
         assert own * 8 == whole > 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"expert": 4, "context": 2}, {"fsdp": 2, "expert": 2, "context": 2}], ids=str)
+def test_generation_is_that_of_one_device(mesh: dict[str, int]) -> None:
+    """`expert` lies between `fsdp` and `context`, whose devices generation counts to `fsdp`."""
+    config, tx = model_config(case("dropless", 2, 0)), optax.sgd(0.1)
+    alone, model = gpt(config, max_length=SEQ), gpt(config, max_length=SEQ, context="ring")
+    drawn = init_state(alone, tx, make_mesh(devices=jax.devices()[:1])).params
+    params = jax.tree.map(lambda leaf: np.linspace(1, 2, leaf.size, dtype=leaf.dtype).reshape(leaf.shape) * leaf, drawn)
+
+    def texts(model: Any, mesh: Any, **given: Any) -> list[Any]:
+        placed = place_params(params, tx, state_target(model, tx, mesh, **given)).params
+        found = generate(model, placed, [[1, 2, 3], [4, 5], [6], [7], [8]], max_tokens=6, temperature=0.0)
+        return [each.ids for each in found]
+
+    assert texts(model, make_mesh(**mesh), strategy="zero3") == texts(alone, make_mesh(devices=jax.devices()[:1]))
 
 
 def gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:
