@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,11 @@ def test_the_header_of_the_quickstart(
 
     printed, shown = plain(capsys.readouterr().out), plain(block("run  "))
     assert len(printed) == 8 and printed == shown[:8]
+    with pytest.raises(ZeroDivisionError):
+        train(replace(config, memory=replace(config.memory, remat="full")), tmp_path / "remat")
+    assert (
+        "parallel   zero3, accumulate, 1 microbatch, native reductions, fp32, remat full\n" in capsys.readouterr().out
+    )
 
 
 def test_a_mistake_is_answered() -> None:

@@ -87,6 +87,10 @@ def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     )
 
 
+def _listed(remat: str | Sequence[str]) -> str:
+    return remat if isinstance(remat, str) else f"[{', '.join(remat)}]"
+
+
 def _marks(results: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {result:.3f}" for name, result in results.items())
 
@@ -126,7 +130,8 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
         + (f", attention by {form}" if (form := getattr(parts.model, "context", None)) else "")
-        + (", prefetching" if parts.options.prefetch else ""),
+        + (", prefetching" if parts.options.prefetch else "")
+        + ("" if (remat := parts.options.remat) == "none" else f", remat {_listed(remat)}"),
         "state": f"{near:.2f} MiB a device ({'anchor, ' if parallel.local.on else ''}parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.gpu import PARTS
+from harness.gpu.runs import NOTHING
 
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
@@ -96,11 +97,20 @@ def main() -> int:
         if not arguments.tiny:
             check_backend()
         return run_all(arguments)
-    out, aside = Path(arguments.json), Path(f"{arguments.json}.part")
+    out, aside, failed = Path(arguments.json), Path(f"{arguments.json}.part"), False
     for found in PARTS[arguments.part](arguments.tiny):  # grows: what a part had found when its time was up is there
         aside.write_text(json.dumps(found) + "\n", encoding="utf-8")
         aside.replace(out)
-    return 0
+        failed = has_failed(found)
+    return int(failed)
+
+
+def has_failed(found: Any) -> bool:
+    """Whether a command in the findings of a part has failed, but for want of the GPU's memory."""
+    if not isinstance(found, dict):
+        return found == NOTHING
+    failed = found.get("exit_status", 0) != 0 and "out of memory" not in found.get("output", "")
+    return failed or any(map(has_failed, found.values()))
 
 
 def check_backend() -> None:

@@ -152,7 +152,7 @@ def test_a_stored_key_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", OF_THIS_STEP)
 def test_the_keys_of_the_step_are_taken(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
-        refuse(OF_THIS_STEP[name], BATCH)
+        refuse(OF_THIS_STEP[name], BATCH)  # raises nothing
 
 
 def test_a_draw_without_a_key_is_refused() -> None:

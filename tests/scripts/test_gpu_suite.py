@@ -79,3 +79,11 @@ def test_differences() -> None:
     one, other = {"steps": [[1.0, 2.0], [4.0, 8.0]]}, {"steps": [[1.0, 2.5], [5.0, 8.0]]}
     assert _apart(one, other) == pytest.approx(0.2)
     assert _apart(one, {"exit_status": 1}) is None
+
+
+def test_a_part_fails_with_a_command_of_it() -> None:
+    fine = {"exit_status": 0, "output": ""}
+    assert not gpu_suite.has_failed({"steps": fine, "losses": [1.0], "other": {"step_s": 0.1}})
+    assert not gpu_suite.has_failed({"steps": {"exit_status": 1, "output": "error: out of memory on a device"}})
+    for bad in ({"exit_status": 1, "output": "error"}, {"exit_status": "timed out", "output": ""}, gpu_suite.NOTHING):
+        assert gpu_suite.has_failed({"first": fine, "second": {"deeper": bad}})

@@ -16,6 +16,7 @@ from typing import Any
 JAXDIST = (sys.executable, "-m", "jaxdist")
 AT_ONCE = 6  # processes, where times do not count
 LIMIT_S = 300
+NOTHING = "nothing was written"  # in place of findings
 CONFIG = "gpt_355m_h200"
 ONE_GPU = (
     "mesh.fsdp=1",
@@ -185,7 +186,7 @@ def race(tiny: bool) -> Iterator[dict[str, Any]]:
             command += ["--steps", "3" if tiny else "12", "--limit-s", str(limit_s)]
             with contextlib.suppress(subprocess.TimeoutExpired):  # what it had measured is in its file
                 subprocess.run(command, check=False, timeout=limit_s + 60)
-            out[size] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else "nothing was written"
+            out[size] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else NOTHING
         yield out
 
 
