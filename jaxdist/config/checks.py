@@ -114,7 +114,8 @@ def _check_profile(config: Config) -> None:
 
 def check_packages(observe: ObserveConfig) -> None:
     """Raise `UserError` where the package of something that the run writes to is not installed."""
-    asked = {"tensorboard": observe.tensorboard, "wandb": observe.wandb.project is not None}
+    named = {"wandb": observe.wandb.project, "mlflow": observe.mlflow}
+    asked = {"tensorboard": observe.tensorboard} | {name: given is not None for name, given in named.items()}
     for package, used in asked.items():
         if used and importlib.util.find_spec(package) is None:
             raise UserError(

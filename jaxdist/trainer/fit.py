@@ -59,7 +59,7 @@ SETTINGS = (
     "train.max_hours", "train.eval_every", "train.on_nonfinite", "train.loss_spike", "train.watchdog_s",
     "train.check_replicas_every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
     "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "observe.tensorboard",
-    "data.prefetch",
+    "observe.mlflow", "data.prefetch",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from jaxdist.observe import MetricsWriter, read_metrics
 from jaxdist.observe.report import Prediction, RunRecord, Sent
 from jaxdist.observe.report.pictures import figures_of, png_of
 from jaxdist.observe.sinks import Image, Sinks
+from jaxdist.observe.sinks.mlflow import MLflow
 from jaxdist.observe.sinks.tensorboard import TensorBoard
 from jaxdist.observe.sinks.wandb import WandB
 
@@ -152,6 +153,8 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         check_packages(ObserveConfig(tensorboard=True))
     with pytest.raises(UserError, match=r"^observe\.wandb: .* pip install 'jaxdist\[wandb\]', or"):
         check_packages(ObserveConfig(wandb=WandbConfig(project="mine")))
+    with pytest.raises(UserError, match=r"^observe\.mlflow: .* pip install 'jaxdist\[mlflow\]', or"):
+        check_packages(ObserveConfig(mlflow="mine"))
 
 
 def test_events_after_a_rollback(tmp_path: Path) -> None:
@@ -260,3 +263,52 @@ def test_wandb_of_a_killed_run(tmp_path: Path) -> None:
     images = [{name: value for name, value in items.items() if name.startswith("report/")} for _, items in found]
     assert images[:-1] == [{}] * 8 and sorted(images[-1]) == sorted(f"report/{name}" for name in CHARTS)
     assert all(is_picture((file.parent / "files" / each["path"]).read_bytes()) for each in images[-1].values())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database
+@pytest.mark.slow
+def test_mlflow_of_a_killed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of MLflow, with each line of metrics.jsonl once; the settings are its parameters."""
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'jaxdist[mlflow]'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # where it keeps files of its own
+    records = killed_and_resumed(tmp_path, "mlflow: mine", again=True)
+    client = mlflow.MlflowClient()
+    [experiment] = client.search_experiments(filter_string="name = 'mine'")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == (tmp_path / "run" / "mlflow_run_id").read_text()
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["model.layers"] == "1" and run.data.params["observe.mlflow"] == "mine"
+    for name in (
+        "step",
+        "loss",
+        "grad_norm",
+        "eval/loss",
+    ):  # times of a step that was taken twice are those of the first
+        found = sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, name))
+        assert found == [(each["step"], each[name]) for each in records if name in each], name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database
+def test_mlflow_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session begins with the lines that a killed one could not send; a step that is taken again stays as it was."""
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'jaxdist[mlflow]'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # where it keeps files of its own
+    (tmp_path / "metrics.jsonl").touch()
+    with Sinks({"mlflow": MLflow("mine")}, print).open(tmp_path, "model: {name: gpt, layers: 2}\n", 0) as sinks:
+        for step in (1, 3):
+            sinks.record(step, {"loss": 1.0 / step, "time": 1e9 + step})
+    with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=None) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"loss": 2.0 / step, "experts/load": np.ones((1, 2))})
+    image = Image(b"of a chart", "its text")
+    with Sinks({"mlflow": MLflow("mine")}, print).open(tmp_path, "model: {name: gpt, layers: 3}\n", 3) as sinks:
+        sinks.record(4, {"loss": math.nan})
+        sinks.pictures(4, {"loss": image})
+    client, run = mlflow.MlflowClient(), (tmp_path / "mlflow_run_id").read_text()
+    found = {point.step: point for point in client.get_metric_history(run, "loss")}
+    assert [found[step].value for step in (1, 2, 3)] == [1.0, 1.0, 1 / 3] and math.isnan(found[4].value)
+    assert found[1].timestamp == 1000000001000 and len(found) == 4
+    assert client.get_run(run).data.params == {"model.name": "gpt", "model.layers": "2"}
+    assert [each.path for each in client.list_artifacts(run, "report")] == ["report/loss.png"]

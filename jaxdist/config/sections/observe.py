@@ -36,6 +36,9 @@ class ObserveConfig:
     samples: bool = setting(False, "samples.jsonl: a hash of each sample, by step, as the devices got it; slows steps")
     tensorboard: bool = setting(False, "metrics for TensorBoard, in tensorboard/ of the run directory", how=True)
     wandb: WandbConfig = section(WandbConfig, "metrics for Weights & Biases", shorthand="project")
+    mlflow: str | None = setting(
+        None, "the experiment of MLflow that the run belongs to, where MLFLOW_TRACKING_URI says; null: none", how=True
+    )
     plan: str | None = setting(
         None,
         "a plan.json of jaxdist plan, kept in the run directory: the report shows its prediction beside the run",

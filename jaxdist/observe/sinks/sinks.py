@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 from jaxdist.config.sections.observe import ObserveConfig
 from jaxdist.observe.console import error_text
 from jaxdist.observe.sinks.image import Image
+from jaxdist.observe.sinks.mlflow import MLflow
 from jaxdist.observe.sinks.tensorboard import TensorBoard
 from jaxdist.observe.sinks.wandb import WandB
 
@@ -111,4 +112,6 @@ def make_sinks(observe: ObserveConfig, warn: Warn) -> Sinks:
         sinks["tensorboard"] = TensorBoard()
     if observe.wandb.project is not None:
         sinks["wandb"] = WandB(observe.wandb.project, observe.wandb.mode)
+    if observe.mlflow is not None:
+        sinks["mlflow"] = MLflow(observe.mlflow)
     return Sinks(sinks, warn)
