@@ -1,7 +1,7 @@
 """The device mesh. It always has the same six named axes, slowest link first. An axis of size 1 is off.
 
 Each axis has one owner: `tensor`, `context` and `expert` belong to the layers in `nn/`, `data` and `fsdp` to the
-strategy, `pipe` to the schedule. In jaxdist, a mesh has axes and a tensor has dims.
+strategy (ZeRO splits parameters over the two latter, too), `pipe` to the schedule. A mesh has axes, a tensor dims.
 """
 
 import functools

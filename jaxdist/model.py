@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.errors import UserError
-from jaxdist.specs import STACKED, PyTree
+from jaxdist.specs import STACKED, PyTree, marked_specs
 
 # Metrics of the step and of a run: those of a loss or a model have other names.
 TAKEN = (
@@ -109,6 +109,12 @@ class ModelDef(NamedTuple):
         count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))  # noqa: E731
         rows = self.layers + self.empty_rows
         return int(count(self.shapes) - count(self.shapes[STACKED]) // rows * self.empty_rows)
+
+
+def specs_of_params(model: Any, params: PyTree) -> PyTree:
+    """The PartitionSpecs of the stored parameters of a model, or of a loss; see `marked_specs`."""
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+    return marked_specs(specs, model.specs) if isinstance(model, ModelDef) else specs
 
 
 def rules_of(model: Any) -> Mapping[str, UpdateRule]:

@@ -3,6 +3,7 @@
 The same tree serves as `in_specs`, `out_specs`, `out_shardings` and restore target.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 class Shard(NamedTuple):
     """How a strategy has split a parameter: along dim `dim`, over these of `SHARD_AXES`, in this order. `fsdp` may have
-    one device, see `placed_specs`."""
+    one device, see `_marked`."""
 
     dim: int
     axes: tuple[str, ...]
@@ -71,7 +72,7 @@ def shard_of(spec: P) -> Shard | None:
     for dim, entry in enumerate(spec):
         axes = tuple(axis for axis in entry_axes(entry) if axis in SHARD_AXES)
         if {*axes} - {"expert"}:  # alone, or before the others, it is the layer's
-            return Shard(dim, axes[axes[0] == "expert" :])
+            return Shard(dim, axes[1:] if axes[0] == "expert" else axes)
     return None
 
 
@@ -106,16 +107,30 @@ def active_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def placed_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """The specs with which parameters are stored: without axes of size 1, but for a `fsdp` before `expert`, which tells
-    a strategy's shard over `expert` from an axis of the layer."""
-
-    def tells(axis: str, behind: tuple[str, ...]) -> bool:
-        return axis == "fsdp" and "expert" in behind and mesh.shape["expert"] > 1
+    """The specs with which parameters are stored: without axes of size 1, but for the `fsdp` of `_marked`."""
 
     def kept(axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(axis for place, axis in enumerate(axes) if mesh.shape[axis] > 1 or tells(axis, axes[place:]))
+        active = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        return _marked(active) if "expert" in active and "fsdp" in axes[: axes.index("expert")] else active
 
     return map_specs(lambda spec: from_entries(map(kept, map(entry_axes, spec))), specs)
+
+
+def _marked(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of a strategy's shard with a `fsdp` before `expert`, also where it has one device: it tells the shard
+    from a layer's own over `expert`."""
+    place = axes.index("expert") if "expert" in axes and "fsdp" not in axes else None
+    return axes if place is None else (*axes[:place], "fsdp", *axes[place:])
+
+
+def marked_specs(specs: PyTree, of_layers: PyTree) -> PyTree:
+    """The specs of stored parameters; an `expert` that the layer's own spec does not name is a strategy's. Operations
+    on arrays, such as the mean of two checkpoints, drop axes of size 1 from their specs."""
+
+    def one(spec: P, own: P) -> P:
+        return spec if "expert" in spec_axes(own) else from_entries(map(_marked, map(entry_axes, spec)))
+
+    return map_specs(one, specs, of_layers)
 
 
 def split_over(
@@ -126,29 +141,29 @@ def split_over(
     The choice is the first dim that is not split yet, or else the first that can be split further, as ("tensor",
     "fsdp"). The dim along which blocks are stacked (`pipe`) is never chosen.
 
-    axes: of the mesh, counted as one. Where no dim is divisible by them, the last one is left out.
+    axes: of the mesh, counted as one. Where no dim is divisible by them, as many of them as one is divisible by.
     min_bytes: smaller leaves keep their spec. Of stacked blocks, the bytes of one block count.
     columns: prefer the last dim among those that are not split.
     """
     axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    n = math.prod(mesh.shape[axis] for axis in axes)
     entries = axes_by_dim(spec, len(shape.shape))
     stack_dim = dim_of(spec, "pipe")
     blocks = 1 if stack_dim is None else shape.shape[stack_dim]
     size = math.prod(shape.shape)
-    if n == 1 or not size or size * shape.dtype.itemsize < min_bytes * blocks:
-        return P(*spec)
     parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
     local = [size // part for size, part in zip(shape.shape, parts, strict=True)]
-    fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0]
     last = len(entries) - 1 if columns else None
-    # The first dim is best: shards then lie one after the other in the gathered array, and nothing is transposed.
-    best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, -dim), default=None)
-    if best is None:
-        return split_over(spec, shape, axes=axes[:-1], mesh=mesh, min_bytes=min_bytes, columns=columns)
-    told = "expert" in axes and "fsdp" not in axes  # see `placed_specs`
-    entries[best] = (*entries[best], *(("fsdp",) if told else ()), *axes)
-    return from_entries(entries)
+    enough = size and size * shape.dtype.itemsize >= min_bytes * blocks
+    for count in range(len(axes), 0, -1) if enough else ():
+        for some in itertools.combinations(axes, count):
+            n = math.prod(mesh.shape[axis] for axis in some)
+            fits = [dim for dim, size in enumerate(local) if dim != stack_dim and size % n == 0]
+            # The first dim is best: shards then lie one after the other in the gathered array.
+            best = max(fits, key=lambda dim: (parts[dim] == 1, dim == last, -dim), default=None)
+            if best is not None:
+                entries[best] = (*entries[best], *_marked(some))
+                return from_entries(entries)
+    return P(*spec)
 
 
 def map_specs(function: Callable[..., Any], specs: PyTree, *trees: PyTree) -> PyTree:

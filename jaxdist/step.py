@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import claim_replicated, stack, stacked_specs, to_varying
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, on_cpu
-from jaxdist.model import ModelDef, model_figures, rules_of
+from jaxdist.model import ModelDef, model_figures, rules_of, specs_of_params
 from jaxdist.optim import leave_out, norm_without, only_trained
 from jaxdist.parallel.compose import check_placed, get_schedule, get_strategy
 from jaxdist.parallel.grad_sync import check_update, divide, sum_totals
@@ -119,7 +119,7 @@ def make_train_step(
         check_state(state, mesh, policy.param)
         check_placed(state.params, model, strategy, mesh, options)
         check_update(optimizer, state.params, state.opt_state, state.residual, sync=sync)
-        specs, lost, layout = specs_of_arrays(state.params), specs_of_arrays(state.residual), shardings_of(state)
+        specs, lost, layout = specs_of_params(model, state.params), specs_of_arrays(state.residual), shardings_of(state)
         gradients = make_gradients(model, mesh, options, strategy, schedule, specs=specs, lost=lost)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

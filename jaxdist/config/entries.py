@@ -111,7 +111,7 @@ class SourceFacts(EntryFacts):
 class StrategyFacts(EntryFacts):
     """Facts of a strategy.
 
-    - sharded: parameters, or what belongs to them, are split over `fsdp`.
+    - sharded: parameters, or what belongs to them, are split over `fsdp`, `expert` and `context`.
     - regathers: it gathers parameters where they are used, so that prefetching hides that.
     - next: the strategy that keeps less on each device.
     """

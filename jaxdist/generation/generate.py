@@ -12,12 +12,11 @@ from jaxdist.generation.loop import Generator
 from jaxdist.generation.sampling import Sampling, row_keys
 from jaxdist.generation.texts import Completion, Ends, complete, eos_of, ids_of
 from jaxdist.mesh import check_mesh, make_mesh
-from jaxdist.model import ModelDef
+from jaxdist.model import ModelDef, specs_of_params
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import check_axes, in_precision
 from jaxdist.specs import PyTree, has_shards, map_specs, without_idle
-from jaxdist.state import specs_of_arrays
 
 
 def _on_a_mesh(model: ModelDef, params: PyTree) -> tuple[PyTree, Mesh, PyTree]:
@@ -26,7 +25,7 @@ def _on_a_mesh(model: ModelDef, params: PyTree) -> tuple[PyTree, Mesh, PyTree]:
     if leaves and all(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
         mesh = leaves[0].sharding.mesh
         check_mesh(mesh)
-        return params, mesh, specs_of_arrays(params)
+        return params, mesh, specs_of_params(model, params)
     mesh = make_mesh(devices=jax.devices()[:1])
     specs = map_specs(lambda spec: without_idle(spec, mesh), model.specs)
     return jax.device_put(params, map_specs(lambda spec: NamedSharding(mesh, spec), specs)), mesh, specs
@@ -78,8 +77,8 @@ def generate(
     positions: the length of the longest text, prompt included; None: as many as the model has.
     batch: how many prompts are completed together.
     cache: whether keys and values of earlier tokens are kept; else every token costs a pass over the whole text.
-    options: those of `make_train_step`, for strategy and precision; None: zero3 for parameters that are sharded over
-        fsdp, else ddp, in fp32.
+    options: those of `make_train_step`, for strategy and precision; None: zero3 for parameters that a
+        strategy has split, else ddp, in fp32.
 
     Raises `UserError` for numbers out of range, and for a prompt that leaves no position free.
 

@@ -28,7 +28,7 @@ from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.program import program_and_region
 from jaxdist.parallel.schedule import loss_seed
 from jaxdist.precision.loss_scale import guard_metrics, is_finite, is_halted, next_guard, scale_of
-from jaxdist.specs import STACKED, PyTree, active_specs, batch_spec, without_idle
+from jaxdist.specs import STACKED, PyTree, active_specs, batch_spec, marked_specs, without_idle
 from jaxdist.state import TrainState, advanced, check_state, shardings_of, specs_of_arrays, updated
 from jaxdist.train_step import Metrics, jit_step
 
@@ -122,7 +122,7 @@ def make_inner_step(
         check_state(state, mesh, policy.param)
         check_placed(state.params, model, get_strategy(options), mesh, options)
         check_update(optimizer, state.params, own.opt_state, (), sync=options.grad_sync)
-        specs = within(specs_of_arrays(own.params))
+        specs = marked_specs(within(specs_of_arrays(own.params)), model.specs)
         gradients = make_local_gradients(model, mesh, options, specs)
 
         update = _make_update(model, optimizer, options)

@@ -8,12 +8,12 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import registry
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
-from jaxdist.model import ModelDef
+from jaxdist.model import ModelDef, specs_of_params
 from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.parallel.schedule import Schedule, UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
-from jaxdist.specs import PyTree, named_leaves, shard_of
+from jaxdist.specs import PyTree, named_leaves, shard_of, spec_leaves
 
 
 def get_schedule(name: Any) -> Schedule:
@@ -64,7 +64,7 @@ def check_placed(
 ) -> None:
     """Raise `UserError` if the strategy shards parameters, and all of these are whole: a step would train
     with them, and save no memory. Where the `rules` of `init_state` say so, all may be whole."""
-    found = [leaf.sharding.spec for leaf in jax.tree.leaves(params)]
+    found = spec_leaves(specs_of_params(model, params))
     # With rules specs are written out, P(None, None); without, those of a tree of somebody's own begin as P().
     if any(shard_of(spec) or (len(spec) and not isinstance(model, ModelDef)) for spec in found):
         return

@@ -18,19 +18,7 @@ from jaxdist.collectives import active_axes, all_gather, reduce_scatter, to_vary
 from jaxdist.config.rules.grad_sync import refuse_in_conditions
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.specs import (
-    SHARD_AXES,
-    PyTree,
-    Shard,
-    has_shards,
-    is_model,
-    map_named,
-    map_specs,
-    shard_of,
-    spec_axes,
-    split_over,
-    unit_specs,
-)
+from jaxdist.specs import PyTree, Shard, has_shards, map_named, map_specs, shard_of, unit_specs
 
 
 class Strategy(NamedTuple):
@@ -78,22 +66,6 @@ class Strategy(NamedTuple):
 def regathers(strategy: Strategy, specs: PyTree) -> bool:
     """Whether the backward pass gathers parameters of this unit again."""
     return strategy.drops and has_shards(specs)
-
-
-def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
-    """Specs with `SHARD_AXES` on a dim of every parameter that is large enough and divisible; others stay whole. What a
-    layer has split over `expert` itself, as the kernels of experts, is split over the other axes."""
-
-    def split(spec: P, leaf: jax.ShapeDtypeStruct, *, columns: bool = False) -> P:
-        axes = tuple(axis for axis in SHARD_AXES if axis not in spec_axes(spec))
-        return split_over(spec, leaf, axes=axes, mesh=mesh, min_bytes=min_shard_bytes, columns=columns)
-
-    if not is_model(specs):
-        return map_specs(split, specs, shapes)
-    # Columns of the embedding can be looked up without being gathered.
-    return {
-        name: map_specs(functools.partial(split, columns=name == "embed"), specs[name], shapes[name]) for name in specs
-    }
 
 
 def capture_nothing(tree: PyTree) -> PyTree:

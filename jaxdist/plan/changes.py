@@ -35,8 +35,8 @@ def _next_stage(config: Config) -> Overrides:
     shards = math.prod(getattr(mesh, axis) for axis in SHARD_AXES)
     if not facts.next or mesh.data * shards == 1:
         return {}
-    # zero splits over `SHARD_AXES`: without such an axis, take the replicas.
-    over = {"mesh.data": 1, "mesh.fsdp": mesh.data} if shards == 1 else {}
+    # zero splits over fsdp, too: without such an axis, take the replicas.
+    over = {"mesh.data": 1, "mesh.fsdp": mesh.data} if mesh.fsdp == 1 and mesh.data > 1 else {}
     return {"parallel.strategy": facts.next, **over}
 
 

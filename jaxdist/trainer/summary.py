@@ -156,7 +156,7 @@ def write_run_report(run: TrainingRun, samples: str) -> RunRecord:
 
 
 def give_pictures(run: TrainingRun, record: RunRecord) -> None:
-    """Give the charts of the report to TensorBoard and W&B, where the run uses one."""
+    """Give the charts of the report to TensorBoard, W&B and MLflow, where the run uses one."""
     if run.outputs.sinks:
         from jaxdist.observe.report.pictures import figures_of, png_of  # loads matplotlib
 

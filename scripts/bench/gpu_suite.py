@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.gpu import PARTS
-from harness.gpu.runs import NOTHING
+from harness.gpu.runs import NO_MEMORY, NOTHING
+from harness.race import is_failure
 
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
@@ -106,11 +107,14 @@ def main() -> int:
 
 
 def has_failed(found: Any) -> bool:
-    """Whether a command in the findings of a part has failed, but for want of the GPU's memory."""
+    """Whether a command or a contender in the findings of a part has failed, but for want of the GPU's memory, or of a
+    package."""
+    if isinstance(found, list):
+        return any(map(has_failed, found))
     if not isinstance(found, dict):
-        return found == NOTHING
-    failed = found.get("exit_status", 0) != 0 and "out of memory" not in found.get("output", "")
-    return failed or any(map(has_failed, found.values()))
+        return bool(found == NOTHING)
+    failed = found.get("exit_status", 0) not in (0, NO_MEMORY) or "skipped" in found or found.get("differs")
+    return bool(failed) or is_failure(found.get("failed", "")) or any(map(has_failed, found.values()))
 
 
 def check_backend() -> None:

@@ -219,10 +219,11 @@ def main() -> int:
 
 def not_done(result: dict[str, Any]) -> bool:
     """Whether something is missing that could have been measured, or losses differ."""
+    from harness.race import is_failure
+
     if "skipped" in result or result["differs"]:
         return True
-    why = [each.get("failed", "") for each in result["contenders"]]
-    return any(each and not each.startswith(("not installed", "left out", "out of memory")) for each in why)
+    return any(is_failure(each.get("failed", "")) for each in result["contenders"])
 
 
 def has_gpu() -> bool:

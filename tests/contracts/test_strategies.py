@@ -20,13 +20,22 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
-from jaxdist.mesh import make_mesh
+from jaxdist.mesh import abstract_mesh, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StrategyOptions
-from jaxdist.parallel.strategy import place_sharded
+from jaxdist.parallel.strategies._sharded import place_sharded
 from jaxdist.precision.policy import POLICIES
-from jaxdist.specs import BATCH_SPEC, bytes_per_device, spec_axes
+from jaxdist.specs import (
+    BATCH_SPEC,
+    Shard,
+    active_specs,
+    bytes_per_device,
+    marked_specs,
+    placed_specs,
+    shard_of,
+    spec_axes,
+)
 from jaxdist.step import make_train_step
 
 NAMES = registry.names("jaxdist.parallel.strategies")
@@ -247,6 +256,26 @@ def test_sharding_takes_the_first_free_dim_and_leaves_the_stack_alone() -> None:
     assert place((7,), None) == P(None)
     assert place((8, 16, 4), "pipe", None, None, small=257) == P("pipe", None, None)  # 256 bytes a block
     assert place((8, 16, 4), "pipe", None, None, small=256) == P("pipe", "fsdp", None)
+
+
+def test_a_shard_over_expert_is_told_from_a_layers_own() -> None:
+    alone, both = abstract_mesh(expert=4), abstract_mesh(expert=4, context=2)
+    place = lambda shape, mesh, *spec: place_sharded(  # noqa: E731
+        jax.ShapeDtypeStruct(shape, jnp.float32), P(*spec), mesh, min_shard_bytes=0
+    )
+    assert place((8, 16), alone, None, None) == P(("fsdp", "expert"), None)  # fsdp has one device: it tells
+    assert place((8, 16), alone, "expert", None) == P("expert", None)
+    assert place((8, 16), both, "expert", None) == P("expert", "context")
+    assert place((6, 10), both, None, None) == P("context", None)  # 4 divides neither
+    assert place((4, 3), both, None, None) == P(("fsdp", "expert"), None)
+    assert shard_of(P("expert", None)) is None
+    assert shard_of(P(("fsdp", "expert"))) == Shard(0, ("fsdp", "expert"))
+    assert shard_of(P(("expert", "fsdp", "context"))) == Shard(0, ("fsdp", "context"))
+    specs = [P(("fsdp", "expert"), None), P("expert", "fsdp"), P(("tensor", "fsdp", "expert", "context"))]
+    stored = placed_specs(specs, alone)
+    assert stored == [P(("fsdp", "expert"), None), P("expert", None), P(("fsdp", "expert"))]
+    assert active_specs(specs, alone) == [P("expert", None), P("expert", None), P("expert")]
+    assert marked_specs(active_specs(specs, alone), [P(), P("expert", None), P("tensor")]) == stored
 
 
 @pytest.mark.parametrize(

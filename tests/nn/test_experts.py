@@ -13,10 +13,11 @@ import optax
 import oracle
 import pytest
 from experts_oracle import split
-from layouts import SEQ, STRATEGIES, Case, batch_size, model_config, run
+from jax.sharding import NamedSharding
+from layouts import SEQ, STRATEGIES, Case, batch_size, make_batch, model_config, run
 from levels import levels
 
-from jaxdist import init_state, make_mesh, state_target
+from jaxdist import init_state, make_mesh, make_train_step, state_target
 from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.generation.generate import generate
 from jaxdist.models.gpt import gpt
@@ -26,7 +27,7 @@ from jaxdist.nn.experts.capacity import by_capacity
 from jaxdist.nn.experts.dispatch import Experts, RoutedTokens
 from jaxdist.nn.experts.layer import DISPATCH
 from jaxdist.nn.experts.router import balance_losses
-from jaxdist.specs import leaves_by_name
+from jaxdist.specs import BATCH_SPEC, leaves_by_name
 from jaxdist.state import place_params
 
 DROPPING = MoEConfig(
@@ -132,6 +133,28 @@ def test_generation_is_that_of_one_device(mesh: dict[str, int]) -> None:
         return [each.ids for each in found]
 
     assert texts(model, make_mesh(**mesh), strategy="zero3") == texts(alone, make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.mark.slow
+def test_parameters_that_operations_on_arrays_made() -> None:
+    """The mean of two checkpoints has specs without axes of size 1: what a strategy has split is still known."""
+    mesh, config, tx = make_mesh(expert=4), model_config(case("dropless", 2, 0)), optax.sgd(0.1)
+    model = gpt(config, max_length=SEQ)
+    state = init_state(model, tx, mesh, strategy="zero3")
+    mean = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]).mean(0), state.params)
+    assert str(mean["head"]["norm"]["scale"].sharding.spec) != str(state.params["head"]["norm"]["scale"].sharding.spec)
+    batch = jax.device_put(make_batch(8, 0), NamedSharding(mesh, BATCH_SPEC))
+    prompts = [[1, 2, 3], [4, 5], [6], [7]]
+
+    def told(params: Any) -> Any:
+        step = make_train_step(model, tx, mesh, strategy="zero3")
+        ids = [each.ids for each in generate(model, params, prompts, max_tokens=4, temperature=0.0)]
+        new, metrics = step(jax.tree.map(jnp.copy, state)._replace(params=jax.tree.map(jnp.copy, params)), batch)
+        return ids, float(metrics["loss"]), jax.device_get(new.params)
+
+    (ids, loss, after), (same_ids, same_loss, same_after) = told(mean), told(state.params)
+    assert (ids, loss) == (same_ids, same_loss)
+    jax.tree.map(np.testing.assert_array_equal, after, same_after)
 
 
 def gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import math
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -298,7 +300,7 @@ def test_mlflow_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "metrics.jsonl").touch()
     with Sinks({"mlflow": MLflow("mine")}, print).open(tmp_path, "model: {name: gpt, layers: 2}\n", 0) as sinks:
         for step in (1, 3):
-            sinks.record(step, {"loss": 1.0 / step, "time": 1e9 + step})
+            sinks.record(step, {"loss": 1.0 / step, "acc@5": 0.5, "time": 1e9 + step})
     with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=None) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"loss": 2.0 / step, "experts/load": np.ones((1, 2))})
@@ -310,5 +312,44 @@ def test_mlflow_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = {point.step: point for point in client.get_metric_history(run, "loss")}
     assert [found[step].value for step in (1, 2, 3)] == [1.0, 1.0, 1 / 3] and math.isnan(found[4].value)
     assert found[1].timestamp == 1000000001000 and len(found) == 4
+    assert [point.step for point in client.get_metric_history(run, "acc_5")] == [1, 3]
     assert client.get_run(run).data.params == {"model.name": "gpt", "model.layers": "2"}
     assert [each.path for each in client.list_artifacts(run, "report")] == ["report/loss.png"]
+
+
+def test_no_step_waits_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer costs no step a second, and is said once; one that comes back gets all lines."""
+    sent, down = list[int](), threading.Event()
+
+    def log_batch(run: str, metrics: Any = (), params: Any = ()) -> None:
+        if down.is_set():
+            time.sleep(0.2)
+            raise OSError("nobody answers")
+        sent.extend(step for name, _, _, step in metrics if name == "loss")
+
+    client = SimpleNamespace(
+        **{name: lambda *_, **__: None for name in ("update_run", "log_text", "set_terminated", "log_artifact")},
+        get_metric_history=lambda run, name: [SimpleNamespace(step=step) for step in sent],
+        get_experiment_by_name=lambda name: None,
+        create_experiment=lambda name: "1",
+        create_run=lambda place, run_name: SimpleNamespace(info=SimpleNamespace(run_id="a run")),
+        log_batch=log_batch,
+    )
+    entities = SimpleNamespace(Metric=lambda *each: each, Param=lambda *each: each)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: client, entities=entities))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    (tmp_path / "metrics.jsonl").touch()
+    said: list[str] = []
+    sinks = Sinks({"mlflow": MLflow("mine")}, lambda each: said.append(each["what"])).open(tmp_path, "", 0)
+    with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=None) as writer, sinks:
+        began = time.monotonic()
+        for step in range(1, 31):
+            if step == 10:
+                down.set()
+            sinks.record(step, {"loss": 1.0})
+            writer.write(step, {"loss": 1.0})
+        assert time.monotonic() - began < 2.0
+    assert said[0].startswith("observe.mlflow: OSError: nobody answers") and len(said) <= 2 and len(sent) < 30
+    down.clear()
+    Sinks({"mlflow": MLflow("mine")}, print).open(tmp_path, "", 30).close()
+    assert sorted(sent) == [*range(1, 31)]

@@ -40,6 +40,12 @@ CASES = {
     " precision.policy=bf16 parallel.grad_sync.algorithm=ring parallel.grad_sync.wire_dtype=bfloat16",
     "zero1, experts": "mesh={fsdp: 2, expert: 2} parallel.strategy=zero1 model.moe.experts=4 parallel.microbatches=2"
     " memory.remat=[attention.context,mlp.rows] model.layers=2",
+    "zero3 over expert": "mesh={expert: 4} parallel.strategy=zero3 model.moe.experts=4 model.layers=2"
+    " parallel.min_shard_bytes=0",
+    "zero3 over expert, prefetched": "mesh={expert: 4} parallel.strategy=zero3 model.moe.experts=4 model.layers=2"
+    " parallel.prefetch=1 parallel.min_shard_bytes=0",
+    "zero3 over fsdp and expert, prefetched": "mesh={fsdp: 2, expert: 2} parallel.strategy=zero3 model.moe.experts=4"
+    " model.layers=2 parallel.prefetch=1 parallel.min_shard_bytes=0",
     "capacity, gathered keys, pairs": "mesh={context: 2, expert: 2, tensor: 2} model.moe.experts=4 model.layers=2"
     " model.moe.dispatch=capacity model.moe.group=8 parallel.context=gather parallel.sequence_parallel=true"
     " parallel.schedule=pairwise parallel.microbatches=2",

@@ -81,9 +81,18 @@ def test_differences() -> None:
     assert _apart(one, {"exit_status": 1}) is None
 
 
-def test_a_part_fails_with_a_command_of_it() -> None:
+def test_a_part_fails_with_a_command_or_a_contender_of_it() -> None:
     fine = {"exit_status": 0, "output": ""}
     assert not gpu_suite.has_failed({"steps": fine, "losses": [1.0], "other": {"step_s": 0.1}})
-    assert not gpu_suite.has_failed({"steps": {"exit_status": 1, "output": "error: out of memory on a device"}})
-    for bad in ({"exit_status": 1, "output": "error"}, {"exit_status": "timed out", "output": ""}, gpu_suite.NOTHING):
-        assert gpu_suite.has_failed({"first": fine, "second": {"deeper": bad}})
+    assert not gpu_suite.has_failed({"steps": {"exit_status": gpu_suite.NO_MEMORY, "output": ""}})
+    race = {"differs": "", "contenders": [{"name": "a"}, {"name": "b", "failed": "not installed: torch"}]}
+    assert not gpu_suite.has_failed({"124m": race})
+    for bad in (
+        {"exit_status": 1, "output": "error"},
+        {"exit_status": "timed out", "output": ""},
+        gpu_suite.NOTHING,
+        {"skipped": "20 s left of --limit-s"},
+        {**race, "differs": "b: loss 3 in place of 4"},
+        {**race, "contenders": [{"name": "a", "failed": "ValueError: x"}]},
+    ):
+        assert gpu_suite.has_failed({"first": fine, "second": {"deeper": bad}}), bad

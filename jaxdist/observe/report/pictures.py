@@ -1,4 +1,4 @@
-"""The charts of a report as PNG images, for places that show no HTML: TensorBoard, Weights & Biases."""
+"""The charts of a report as PNG images, for places that show no HTML: TensorBoard, Weights & Biases, MLflow."""
 
 import html
 import io

@@ -60,8 +60,8 @@ def _prefetching(params: PyTree, options: StrategyOptions, mesh: AnyMesh) -> dic
             own, whole = own + elements, whole + elements * shard.parts(mesh)
     received, reduced = (jnp.dtype(each).itemsize for each in (options.precision.received, options.precision.reduce))
     least = 30 * 2**20  # XLA's own threshold
-    gathered, sums = max(least, int(COMBINED * whole * received)), max(least, int(COMBINED * whole * reduced))
-    sums = sums * own // max(1, whole)  # XLA counts the outputs of collectives
+    gathered, summed = max(least, int(COMBINED * whole * received)), max(least, int(COMBINED * whole * reduced))
+    sums = summed * own // max(1, whole)  # XLA counts the outputs of collectives
     limits = {"all_gather": gathered, "reduce_scatter": sums}
     if mesh.shape["data"] > 1:
         limits["all_reduce"] = max(least, sums)  # sums shards

@@ -28,7 +28,9 @@ from jaxdist.collectives import active_axes, all_gather, all_to_all, rank, zeros
 from jaxdist.jaxpr.walk import equations
 from jaxdist.parallel.strategy import regathers
 from jaxdist.parallel.units import Units
-from jaxdist.specs import PyTree, map_specs, only, shard_of
+from jaxdist.specs import PyTree, entry_axes, map_specs, only, shard_of
+
+LOOKED_UP_OVER = ("fsdp", "expert")  # each device of these axes has samples of its own
 
 
 class HeadSlices(NamedTuple):
@@ -129,21 +131,27 @@ def by_columns(specs: PyTree, shapes: PyTree) -> bool:
 
     Not with `context`: its devices look up other positions of the same samples.
     """
-    if not active_axes("fsdp") or active_axes("context"):
+    axes = active_axes(LOOKED_UP_OVER)
+    if not axes or active_axes("context"):
         return False
 
     def fits(spec: P, leaf: Any) -> bool:
         shard, last = shard_of(spec), len(leaf.shape) - 1
         if shard is None:
-            return last >= 0 and leaf.shape[last] % lax.axis_size("fsdp") == 0
-        return shard.dim == last and spec[last] == "fsdp"
+            return last >= 0 and leaf.shape[last] % lax.axis_size(axes) == 0
+        return shard.dim == last and active_axes(entry_axes(spec[last])) == axes
 
     return all(jax.tree.leaves(map_specs(fits, specs, shapes)))
 
 
-def without_fsdp(specs: PyTree) -> PyTree:
-    """The specs without fsdp: columns that are not gathered."""
-    return map_specs(lambda spec: P(*(None if entry == "fsdp" else entry for entry in spec)), specs)
+def without_shards(specs: PyTree) -> PyTree:
+    """The specs without the shards of a strategy: columns that are not gathered."""
+
+    def one(spec: P) -> P:
+        shard = shard_of(spec)
+        return spec if shard is None else P(*(None if dim == shard.dim else entry for dim, entry in enumerate(spec)))
+
+    return map_specs(one, specs)
 
 
 def embed_columns(
@@ -152,23 +160,23 @@ def embed_columns(
     """h [b, S, D] of this device's samples.
 
     embed: (params, batch, keys) -> h, where each column of h depends on the same column of the parameters.
-    params: columns ready for use; whole leaves where the spec does not name fsdp.
+    params: columns ready for use; whole leaves where a strategy has not split them.
     """
-    n = lax.axis_size("fsdp")
+    axes = active_axes(LOOKED_UP_OVER)
 
     def own(spec: P, leaf: jax.Array) -> jax.Array:
         if shard_of(spec) is not None:
             return leaf
-        width = leaf.shape[-1] // n
-        return lax.dynamic_slice_in_dim(leaf, rank("fsdp") * width, width, leaf.ndim - 1)
+        width = leaf.shape[-1] // lax.axis_size(axes)
+        return lax.dynamic_slice_in_dim(leaf, rank(axes) * width, width, leaf.ndim - 1)
 
     columns = map_specs(own, specs, params)
     read = first_reads(lambda batch: embed(columns, batch, keys), batch)
     everybody = jax.tree.map(
-        lambda leaf, first: all_gather(leaf, "fsdp", dim=0) if math.isfinite(first) else leaf, batch, read
+        lambda leaf, first: all_gather(leaf, axes, dim=0) if math.isfinite(first) else leaf, batch, read
     )
     h = embed(columns, everybody, keys)
-    return all_to_all(h, "fsdp", split_dim=0, concat_dim=h.ndim - 1)
+    return all_to_all(h, axes, split_dim=0, concat_dim=h.ndim - 1)
 
 
 def embed_ahead(
@@ -180,7 +188,7 @@ def embed_ahead(
     diff, captured: of the embedding.
     """
     specs = units.specs["embed"]
-    columns = without_fsdp(specs)
+    columns = without_shards(specs)
 
     def usable() -> PyTree:
         with jax.named_scope("embed"):

@@ -17,21 +17,24 @@ import functools
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes
+from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.options import StrategyOptions
 from jaxdist.parallel.strategies._moves import Moves
-from jaxdist.parallel.strategy import (
-    Strategy,
-    begin_varying,
-    cast_leaf,
-    connect,
-    gather_once,
-    place_sharded,
-    value_of,
-    zero_probes,
+from jaxdist.parallel.strategy import Strategy, begin_varying, cast_leaf, connect, gather_once, value_of, zero_probes
+from jaxdist.specs import (
+    SHARD_AXES,
+    PyTree,
+    is_model,
+    map_specs,
+    named_leaves,
+    shard_of,
+    spec_axes,
+    spec_structure,
+    split_over,
 )
-from jaxdist.specs import PyTree, map_specs, named_leaves, shard_of, spec_structure
 
 
 def sharded(options: StrategyOptions, moves: Moves) -> Strategy:
@@ -65,3 +68,19 @@ def sharded(options: StrategyOptions, moves: Moves) -> Strategy:
     reduce = options.finish if reduce_each else options.finish_whole
     drops = gather_each and options.reshard_after_forward
     return Strategy(place, begin, gather, reduce, drops=drops, leafwise=reduce_each)
+
+
+def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:
+    """Specs with `SHARD_AXES` on a dim of every parameter that is large enough and divisible; others stay whole. What a
+    layer has split over `expert` itself, as the kernels of experts, is split over the other axes."""
+
+    def split(spec: P, leaf: jax.ShapeDtypeStruct, *, columns: bool = False) -> P:
+        axes = tuple(axis for axis in SHARD_AXES if axis not in spec_axes(spec))
+        return split_over(spec, leaf, axes=axes, mesh=mesh, min_bytes=min_shard_bytes, columns=columns)
+
+    if not is_model(specs):
+        return map_specs(split, specs, shapes)
+    # Columns of the embedding can be looked up without being gathered.
+    return {
+        name: map_specs(functools.partial(split, columns=name == "embed"), specs[name], shapes[name]) for name in specs
+    }

@@ -195,9 +195,10 @@ def _each(
                     calls = each.calls * one.messages
                     add(each, place, one.op, share.axes, what, fixed=one.wire_bytes * calls, sample=0.0, calls=calls)
             for own in microbatch.activations if count == counts[0] else _of_blocks(microbatch.activations):
-                size = math.prod(sizes[axis] for axis in own.axes)
+                axes = tuple(axis for axis in own.axes if sizes[axis] > 1)  # traced with two devices of `fsdp`
+                size = math.prod(sizes[axis] for axis in axes)
                 fixed, sample = (wire_bytes(own.op, nbytes, size) * own.calls for nbytes in (own.fixed, own.row))
-                add(own, place, own.op, own.axes, "activations", fixed=fixed, sample=sample, calls=own.calls)
+                add(own, place, own.op, axes, "activations", fixed=fixed, sample=sample, calls=own.calls)
     return [Each(*key, *sums.tolist()) for key, sums in found.items()], h
 
 

@@ -69,6 +69,11 @@ class _Racer:
         )
 
 
+def is_failure(why: str) -> bool:
+    """Whether this is why a contender has failed, and not why it could not be measured here."""
+    return bool(why) and not why.startswith(("not installed", "left out", "out of memory"))
+
+
 def _failed(name: str, why: str) -> Result:
     return Result(name, [], [], [], {}, 0.0, None, None, why)
 

@@ -17,6 +17,7 @@ JAXDIST = (sys.executable, "-m", "jaxdist")
 AT_ONCE = 6  # processes, where times do not count
 LIMIT_S = 300
 NOTHING = "nothing was written"  # in place of findings
+NO_MEMORY = "out of memory"  # in place of an exit status
 CONFIG = "gpt_355m_h200"
 ONE_GPU = (
     "mesh.fsdp=1",
@@ -83,6 +84,8 @@ def _command(*words: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
         output = done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
         status, output = "timed out", str(error.stdout)
+    if status and any(each in output.lower() for each in ("out of memory", "resource_exhausted")):
+        status = NO_MEMORY
     return {"exit_status": status, "seconds": round(time.monotonic() - began, 1), "output": output[-2000:]}
 
 
