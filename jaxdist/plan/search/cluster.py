@@ -23,7 +23,7 @@ HIDDEN_ON_GPUS = {
     "gradients": 0.95,
     "tensor": 0.5,  # 48 to 53 % with sequence parallelism
     "tensor in halves": 0.6,  # 55 to 83 % of all, with parallel.batch_split: 2
-    "expert": 0.46,  # in one piece; pieces 4: 62 %, pieces 8: 77 %
+    "expert": 0.39,  # in one piece; pieces 4: 63 %, pieces 8: 77 %
     "context": 0.5,  # an assumption
 }
 
