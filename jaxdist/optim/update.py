@@ -17,7 +17,7 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
 
     tree: its leaves may be PartitionSpecs, too. Raises `UserError` if a pattern fits no leaf, or if no leaf remains.
     """
-    if not patterns:
+    if not patterns and not isinstance(patterns, str):
         return tree
     from jaxdist.optim.patterns import fitting  # of frozen parameters alone
 
