@@ -114,8 +114,11 @@ def _check_profile(config: Config) -> None:
 
 def check_packages(observe: ObserveConfig) -> None:
     """Raise `UserError` where the package of something that the run writes to is not installed."""
-    named = {"wandb": observe.wandb.project, "mlflow": observe.mlflow}
-    asked = {"tensorboard": observe.tensorboard} | {name: given is not None for name, given in named.items()}
+    asked = {
+        "tensorboard": observe.tensorboard,
+        "wandb": observe.wandb.project is not None,
+        "mlflow": observe.mlflow is not None,
+    }
     for package, used in asked.items():
         if used and importlib.util.find_spec(package) is None:
             raise UserError(
@@ -267,13 +270,7 @@ def prefetches(config: Config, *, gpu: bool) -> bool:
         return bool(parallel.prefetch)
     stages = config.mesh.pipe != 1 or parallel.stages or not ScheduleFacts.of(parallel.schedule).one_stage
     one_unit = ModelFacts.of(config.model.name).user_loss
-    if (
-        not gpu
-        or not StrategyFacts.of(parallel.strategy).regathers
-        or config.mesh.fsdp * config.mesh.expert * config.mesh.context == 1
-        or stages
-        or one_unit
-    ):
+    if not gpu or not StrategyFacts.of(parallel.strategy).regathers or config.mesh.shards == 1 or stages or one_unit:
         return False
     try:
         _check_blocks(replace(config, parallel=replace(parallel, prefetch=1)))

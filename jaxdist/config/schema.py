@@ -143,6 +143,11 @@ class MeshConfig:
     context: int = setting(1, "devices that divide the sequence", at_least=1, also=-1)
     tensor: int = setting(1, "devices that divide each layer", at_least=1, also=-1)
 
+    @property
+    def shards(self) -> int:
+        """The devices that ZeRO splits parameters over: the product of `specs.SHARD_AXES`, with its sizes known."""
+        return self.fsdp * self.expert * self.context
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -188,3 +188,13 @@ def environment(
 def write_environment(path: str | Path, values: Mapping[str, Any]) -> None:
     """Write the values of `environment` as indented JSON, atomically."""
     replace_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())
+
+
+def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Settings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{before}{key}"
+        value = list(value) if isinstance(value, tuple) else value  # as YAML gives it back
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return found

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from jaxdist.config.load import with_settings
 from jaxdist.config.rules.remat import MODES
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.specs import SHARD_AXES
 
 Overrides = Mapping[str, Any]  # {dotted key: value}; empty if the change does not apply
 
@@ -32,8 +30,7 @@ def _loss_chunk(config: Config) -> Overrides:
 
 def _next_stage(config: Config) -> Overrides:
     mesh, facts = config.mesh, StrategyFacts.of(config.parallel.strategy)
-    shards = math.prod(getattr(mesh, axis) for axis in SHARD_AXES)
-    if not facts.next or mesh.data * shards == 1:
+    if not facts.next or mesh.data * mesh.shards == 1:
         return {}
     # zero splits over fsdp, too: without such an axis, take the replicas.
     over = {"mesh.data": 1, "mesh.fsdp": mesh.data} if mesh.fsdp == 1 and mesh.data > 1 else {}

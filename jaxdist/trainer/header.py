@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.resolve import warmup_of
+from jaxdist.config.rules.fields import show
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.local import LOCAL, LocalConfig
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
@@ -87,10 +88,6 @@ def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     )
 
 
-def _listed(remat: str | Sequence[str]) -> str:
-    return remat if isinstance(remat, str) else f"[{', '.join(remat)}]"
-
-
 def _marks(results: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {result:.3f}" for name, result in results.items())
 
@@ -114,7 +111,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     plan, progress = run.plan, run.progress
     config, mesh, parts, info = plan.config, plan.mesh, plan.parts, plan.source.info
     parallel = config.parallel
-    sync = parts.options.grad_sync
+    sync, remat = parts.options.grad_sync, parts.options.remat
     schedule, microbatches = order_of_work(sync, mesh, parallel.schedule, parallel.microbatches)
     kind = "simulated CPU" if on_cpu(mesh) else mesh.devices.flat[0].device_kind
     idle = jax.device_count() - mesh.size
@@ -131,7 +128,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"
         + (f", attention by {form}" if (form := getattr(parts.model, "context", None)) else "")
         + (", prefetching" if parts.options.prefetch else "")
-        + ("" if (remat := parts.options.remat) == "none" else f", remat {_listed(remat)}"),
+        + (f", remat {remat if isinstance(remat, str) else show(remat)}" if remat != "none" else ""),
         "state": f"{near:.2f} MiB a device ({'anchor, ' if parallel.local.on else ''}parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }

@@ -14,7 +14,7 @@ from jax import lax, random
 
 import jaxdist
 from jaxdist.jaxpr.dependence import copies, depends
-from jaxdist.jaxpr.randomness import moving, refuse_stored_keys
+from jaxdist.jaxpr.randomness import drawn_with_stored_keys, moving, refuse_stored_keys
 
 KEY, OLD_KEY = random.key(0), random.PRNGKey(0)
 KEYS = random.split(random.key(1), 8)
@@ -153,6 +153,8 @@ def test_a_stored_key_is_refused(name: str) -> None:
 def test_the_keys_of_the_step_are_taken(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
         refuse(OF_THIS_STEP[name], BATCH)  # raises nothing
+        jaxpr = jax.make_jaxpr(OF_THIS_STEP[name])(BATCH)
+    assert drawn_with_stored_keys(jaxpr, [True] * len(jax.tree.leaves(BATCH))) == []
 
 
 def test_a_draw_without_a_key_is_refused() -> None:

@@ -317,6 +317,20 @@ def test_mlflow_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [each.path for each in client.list_artifacts(run, "report")] == ["report/loss.png"]
 
 
+def pretend_mlflow(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
+    """An mlflow whose client does nothing but these."""
+    nothing = ("update_run", "log_text", "set_terminated", "log_artifact", "log_batch", "get_experiment_by_name")
+    client = SimpleNamespace(
+        **dict.fromkeys(nothing, lambda *_, **__: None)
+        | {"create_experiment": lambda name: "1", "get_metric_history": lambda run, name: []}
+        | {"create_run": lambda place, run_name: SimpleNamespace(info=SimpleNamespace(run_id="a run"))}
+        | methods
+    )
+    entities = SimpleNamespace(Metric=lambda *each: each, Param=lambda *each: each)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: client, entities=entities))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+
+
 def test_no_step_waits_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not answer costs no step a second, and is said once; one that comes back gets all lines."""
     sent, down = list[int](), threading.Event()
@@ -327,17 +341,8 @@ def test_no_step_waits_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise OSError("nobody answers")
         sent.extend(step for name, _, _, step in metrics if name == "loss")
 
-    client = SimpleNamespace(
-        **{name: lambda *_, **__: None for name in ("update_run", "log_text", "set_terminated", "log_artifact")},
-        get_metric_history=lambda run, name: [SimpleNamespace(step=step) for step in sent],
-        get_experiment_by_name=lambda name: None,
-        create_experiment=lambda name: "1",
-        create_run=lambda place, run_name: SimpleNamespace(info=SimpleNamespace(run_id="a run")),
-        log_batch=log_batch,
-    )
-    entities = SimpleNamespace(Metric=lambda *each: each, Param=lambda *each: each)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: client, entities=entities))
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    there = lambda run, name: [SimpleNamespace(step=step) for step in sent]  # noqa: E731
+    pretend_mlflow(monkeypatch, log_batch=log_batch, get_metric_history=there)
     (tmp_path / "metrics.jsonl").touch()
     said: list[str] = []
     sinks = Sinks({"mlflow": MLflow("mine")}, lambda each: said.append(each["what"])).open(tmp_path, "", 0)
@@ -353,3 +358,27 @@ def test_no_step_waits_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     down.clear()
     Sinks({"mlflow": MLflow("mine")}, print).open(tmp_path, "", 30).close()
     assert sorted(sent) == [*range(1, 31)]
+
+
+def test_files_that_mlflow_cannot_keep_cost_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a session begins with lines that it lacks, while config.yaml fails."""
+    sent, failed = list[int](), threading.Event()
+
+    def log_text(*_: Any) -> None:
+        failed.set()
+        raise OSError("no bucket")
+
+    def log_batch(run: str, metrics: Any = (), params: Any = ()) -> None:
+        sent.extend(step for name, _, _, step in metrics if name == "loss")
+
+    def read(path: Path) -> list[dict[str, Any]]:
+        assert failed.wait(5)
+        time.sleep(0.1)  # until it is known to the sink
+        return [{"step": step, "loss": 1.0} for step in (1, 2)]
+
+    pretend_mlflow(monkeypatch, log_text=log_text, log_batch=log_batch)
+    monkeypatch.setattr("jaxdist.observe.sinks.mlflow.read_metrics", read)
+    said: list[str] = []
+    with Sinks({"mlflow": MLflow("mine")}, lambda each: said.append(each["what"])).open(tmp_path, "a: 1\n", 2) as sinks:
+        sinks.record(3, {"loss": 1.0})
+    assert sent == [1, 2, 3] and said == ["observe.mlflow: OSError: no bucket; at step 3; the run goes on"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.files.regular import replace_file
+from jaxdist.observe.environment import flat
 from jaxdist.observe.metrics import Curve, curve, smooth
 from jaxdist.observe.report.account import Account, account_of
 from jaxdist.observe.report.charts import Axis, Chart, Figure, Line, range_of
@@ -26,7 +27,7 @@ from jaxdist.observe.report.record import Losses, RunRecord, losses_of, median
 from jaxdist.observe.report.sections.cost import measured_peak
 from jaxdist.observe.report.sections.learning import headline, wall_seconds
 from jaxdist.observe.report.sections.running import loss_text, speed_of
-from jaxdist.observe.report.sections.settings import flat, shown
+from jaxdist.observe.report.sections.settings import shown
 
 _COLOURS = 6
 _OWN = ("observe.", "checkpoint.keep")  # settings that change no result

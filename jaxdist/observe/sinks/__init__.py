@@ -1,4 +1,4 @@
-"""Where records of metrics go besides metrics.jsonl: TensorBoard, Weights & Biases. One sink a file."""
+"""Where records of metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow. One sink a file."""
 
 from jaxdist.observe.sinks.image import Image
 from jaxdist.observe.sinks.sinks import Sink, Sinks, make_sinks

@@ -8,13 +8,14 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from jaxdist.files.regular import read_regular, replace_file
+from jaxdist.observe.environment import flat
 from jaxdist.observe.metrics import ARRAYS, read_metrics
 from jaxdist.observe.sinks.image import Image
 
@@ -55,18 +56,11 @@ class MLflow:
         self._there = {point.step for point in self._client.get_metric_history(self._run, "step")}
         self._sender = _Sender(self._client, self._run, config)
         for record in read_metrics(run_dir / "metrics.jsonl"):
-            self.record({name: value for name, value in record.items() if name != ARRAYS})
+            self._put({name: value for name, value in record.items() if name != ARRAYS})
 
     def record(self, record: Mapping[str, float]) -> None:
         """As `Sink.record`. The time of the line is that of its points."""
-        from mlflow.entities import Metric
-
-        step, at = int(record["step"]), int(1e3 * record.get("time", time.time()))
-        if step in self._there:
-            return
-        self._there.add(step)
-        points = [Metric(_allowed(name), float(value), at, step) for name, value in record.items() if name != "time"]
-        self._sender.lines.put(points)
+        self._put(record)
         self._sender.check()
 
     def pictures(self, step: int, images: Mapping[str, Image]) -> None:
@@ -84,6 +78,18 @@ class MLflow:
         finally:
             self._client.set_terminated(self._run, "FINISHED")
 
+    def _put(self, record: Mapping[str, float]) -> None:
+        """Give a line to the sender, if MLflow does not have it."""
+        from mlflow.entities import Metric
+
+        step, at = int(record["step"]), int(1e3 * record.get("time", time.time()))
+        if step in self._there:
+            return
+        self._there.add(step)
+        self._sender.lines.put(
+            [Metric(_allowed(name), float(value), at, step) for name, value in record.items() if name != "time"]
+        )
+
     def _id(self, run_dir: Path, config: str, *, new: bool) -> str:
         path = run_dir / RUN_ID
         if new or not path.exists():
@@ -98,7 +104,7 @@ class MLflow:
         """Give MLflow the settings by their dotted keys, which it compares runs by."""
         from mlflow.entities import Param
 
-        settings = [Param(key, str(value)) for key, value in _by_dotted_keys(yaml.safe_load(config) or {})]
+        settings = [Param(key, str(value)) for key, value in flat(yaml.safe_load(config) or {}).items()]
         for first in range(0, len(settings), PARAMETERS):
             self._client.log_batch(run, params=settings[first : first + PARAMETERS])
 
@@ -151,11 +157,3 @@ class _Sender:
 def _allowed(name: str) -> str:
     """A name of a metric as MLflow takes it: "acc@5" -> "acc_5"."""
     return re.sub(r"/+", "/", re.sub(r"[^\w\-. :/]", "_", name))
-
-
-def _by_dotted_keys(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _by_dotted_keys(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -2,6 +2,7 @@
 
 import math
 
+from jaxdist.observe.environment import flat
 from jaxdist.observe.metrics import curve
 from jaxdist.observe.report.charts import Bar, Figure
 from jaxdist.observe.report.elements import (
@@ -15,7 +16,7 @@ from jaxdist.observe.report.elements import (
     timing,
 )
 from jaxdist.observe.report.record import Prediction, RunRecord, mapping
-from jaxdist.observe.report.sections.settings import flat, shown
+from jaxdist.observe.report.sections.settings import shown
 
 # Settings that say how a run saves memory.
 _SAVERS = ("parallel.strategy", "parallel.microbatches", "memory.remat", "memory.offload.optimizer", "precision.policy")

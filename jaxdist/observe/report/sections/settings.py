@@ -1,20 +1,10 @@
 """The settings of a run: those that differ from the defaults first, the rest folded; and where it ran."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from jaxdist.observe.environment import flat
 from jaxdist.observe.report.elements import Markup, folded, page_section, rows_table, sentence, values_table
 from jaxdist.observe.report.record import RunRecord
-
-
-def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Settings by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{before}{key}"
-        value = list(value) if isinstance(value, tuple) else value  # as YAML gives it back
-        found |= flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return found
 
 
 def shown(value: Any) -> str:

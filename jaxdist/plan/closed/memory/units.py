@@ -69,7 +69,7 @@ def units_of(config: Config, known: Known) -> UnitMemory:
         ),
     )
     # Where parameters are gathered at each use it matters over which axes; else they are used whole.
-    gathers = regathers and mesh.fsdp * mesh.expert * mesh.context > 1
+    gathers = regathers and mesh.shards > 1
     over = (parallel.strategy, parallel.reshard_after_forward, mesh.fsdp > 1) if gathers else ()
     axes = (mesh.expert, mesh.context, mesh.tensor, over)
     how = (*of_layers(config), *axes, parallel.min_shard_bytes, parallel.grad_sync, config.optimizer.freeze)
