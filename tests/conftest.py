@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, strict dtype promotion, warnings are errors (see pyproject.toml)."""
+"""Eight simulated CPU devices or JAXDIST_TEST_DEVICES, strict dtype promotion, warnings are errors (pyproject.toml)."""
 
 import atexit
 import gc
@@ -11,7 +11,11 @@ from typing import Any
 import child
 
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *child.FLAGS]
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=" + os.environ.get("JAXDIST_TEST_DEVICES", "8"),
+        *child.FLAGS,
+    ]
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 if child.NEW_COMPILER:  # what one test has compiled, others load: a fifth of the suite's work
