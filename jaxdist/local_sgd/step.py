@@ -153,7 +153,7 @@ def init_local_state(
     """
     outer, options = outer or outer_optimizer(local), make_options(options, keywords)
     one = init_state(source, optimizer, mesh, options)
-    target = local_target(jax.eval_shape(lambda: one), outer, local, frozen=options.freeze)
+    target = local_target(one, outer, local, frozen=options.freeze)
     return spread_out(one, target, outer, local, frozen=options.freeze)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from layouts import Case
+from layouts import SEQ, Case, model_config
 from replicas import local_parts, placed
 
 from jaxdist.checkpoint import Checkpoints
@@ -17,6 +17,9 @@ from jaxdist.config.sections.local import LocalConfig, OuterConfig
 from jaxdist.errors import UserError
 from jaxdist.local_sgd.replicas import Replicas
 from jaxdist.local_sgd.state import outer_optimizer
+from jaxdist.local_sgd.step import init_local_state, make_local_step
+from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt import gpt
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import check_replicas
 
@@ -133,6 +136,19 @@ def test_a_checkpoint_in_mid_round_goes_on_with_the_same_bits_and_with_another_n
 def test_a_step_from_python_has_no_more_fragments_than_blocks() -> None:
     with pytest.raises(UserError, match=r"^parallel\.local\.fragments: 9, but the model has \d+ blocks"):
         local_parts(case(2), LocalConfig(every=9, fragments=9), SGD, "fp32")
+
+
+def test_from_python_all_replicas_start_alike_and_train() -> None:
+    model, mesh, local = gpt(model_config(case(2)), max_length=SEQ), make_mesh(data=2, fsdp=2), LocalConfig(every=2)
+    state = init_local_state(model, SGD, mesh, local, strategy="zero2")
+    step = make_local_step(model, SGD, mesh, local, strategy="zero2")
+    first, anchor = host(state.opt_state.params), host(state.params)
+    assert same(first, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), anchor))
+    state, _ = step(state, placed(0, state))
+    assert same(state.params, anchor) and not same(state.opt_state.params, first)
+    state, metrics = step(state, placed(1, state))
+    assert same(state.opt_state.params, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), host(state.params)))
+    assert not same(state.params, anchor) and np.isfinite(float(metrics["round_loss"]))
 
 
 @pytest.mark.parametrize(
