@@ -82,6 +82,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = terminalreporter.getreports("skipped")
     if count := sum(LEFT_OUT in str(report.longrepr) for report in reports):
         terminalreporter.write_line(f"{count} slow tests were LEFT OUT: CI had no time left")
+    for reason in sorted({str(report.longrepr[2]) for report in reports if "SKIPPED: " in str(report.longrepr)}):
+        terminalreporter.write_line(reason)
 
 
 @pytest.fixture

@@ -35,7 +35,12 @@ def main(argv: Sequence[str], prog: str = "jaxdist explain") -> int:
         "--gpu", default="h200", help="with --remedies: the GPU whose seconds are predicted; default: h200"
     )
     parser.add_argument("--devices-per-host", type=int, default=8)
-    parser.add_argument("--budget", metavar="FILE", type=Path, help="fail when a collective or a byte is not in it")
+    parser.add_argument(
+        "--budget",
+        metavar="FILE",
+        type=Path,
+        help="fail when a collective or a byte is not in it: a file, or the name of a shipped configuration",
+    )
     parser.add_argument("--write-budget", metavar="FILE", type=Path)
     arguments = parser.parse_intermixed_args(argv)
     config = load_config(*take_config(parser, arguments), planned=True)

@@ -1,9 +1,12 @@
 """The command `jaxdist`: finds the module of a subcommand, and imports nothing else."""
 
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from jaxdist.errors import UserError, nearest, reports_mistakes
 
@@ -74,8 +77,22 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
         hint = f"; did you mean {prog} {near}?" if near else ""
         raise UserError(f"{name}: unknown command; allowed: {', '.join(COMMANDS)}{hint}")
     command = COMMANDS[name]
-    status: int = getattr(importlib.import_module(command.module), command.function)(rest, f"{prog} {name}")
+    try:
+        status: int = getattr(importlib.import_module(command.module), command.function)(rest, f"{prog} {name}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_unread(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        return 128 + signal.SIGPIPE  # as a shell says it of `yes | head`
     return status
+
+
+def is_unread(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader has ended, as in `jaxdist explain quickstart | head`."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

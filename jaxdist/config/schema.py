@@ -307,7 +307,12 @@ class DevicesConfig:
     """The devices."""
 
     platform: str = setting("auto", "auto: GPUs if jax has them, else the CPU", choices=("auto", "cpu", "gpu"))
-    simulated: int = setting(8, "simulated CPU devices of each process; ignored on GPUs", at_least=1, at_most=512)
+    simulated: int = setting(
+        8,
+        "simulated CPU devices of each process, in a job with fit: shrink no more than the mesh needs; ignored on GPUs",
+        at_least=1,
+        at_most=512,
+    )
     fit: str = setting(
         "exact", "a mesh too large for the GPUs: exact refuses it, shrink reduces it", choices=("exact", "shrink")
     )

@@ -2,11 +2,12 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from jaxdist.runtime.gpu_memory import take_memory
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import HEARTBEAT_S, join_job
 from jaxdist.runtime.watch.blame import LEAST_LIMIT_S
+
+THREADS_A_DEVICE = 8  # of a simulated device in a job: steps are sent ahead, and each of their collectives holds one
 
 
 def heartbeat_s(watchdog_s: float | None) -> int:
@@ -84,6 +87,25 @@ def choose_platform(devices: DevicesConfig) -> None:
         jax.config.update("jax_platforms", "cuda,cpu")
 
 
+def of_each_process(config: Config, processes: int | None) -> DevicesConfig:
+    """The section `devices` of each process of a job. With `fit: shrink` simulated devices are as many as the mesh has
+    for each process: with as many as for a process alone, the first one's would be all of the mesh."""
+    devices, need = config.devices, math.prod(asdict(config.mesh).values())
+    if not processes or devices.fit != "shrink" or need < 1 or need % processes:
+        return devices
+    return replace(devices, simulated=min(devices.simulated, need // processes))
+
+
+def give_threads(devices: DevicesConfig, environment: MutableMapping[str, str]) -> None:
+    """Give a process of a job as many threads as its simulated CPU devices may block at once, before JAX starts.
+
+    XLA:CPU takes as many as there are cores or devices. A device that waits for another process holds a thread, and
+    steps are sent ahead: on few cores two steps' collectives left each other without threads, and hung (jax 0.12).
+    """
+    if devices.simulated > 1:
+        environment.setdefault("NPROC", str(THREADS_A_DEVICE * devices.simulated))
+
+
 def _count(devices: DevicesConfig) -> int:
     """The number of devices of the job. JAX starts here."""
     try:
@@ -119,8 +141,11 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
     set_flags(config, backend, started=started)
     if backend == "gpu" and not started:
         take_memory(os.environ)
-    choose_platform(config.devices)
     job = find_job(os.environ)
+    devices = config.devices if job is None else of_each_process(config, job.processes)
+    choose_platform(devices)
+    if job is not None and backend == "cpu" and not started:
+        give_threads(devices, os.environ)
     if job is not None and not jax.distributed.is_initialized():
         join_job(job, heartbeat_s(config.train.watchdog_s))
     _greet(config.devices)

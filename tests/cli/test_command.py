@@ -164,3 +164,12 @@ def test_the_wheel_in_an_empty_environment(tmp_path: Path) -> None:
     listed = subprocess.run(["jaxdist", "train", "--list"], **run).stdout  # type: ignore[call-overload]
     assert {line.split()[0] for line in listed.splitlines()} == set(shipped())
     assert "my-project" in subprocess.run(["jaxdist", "init", "my-project"], **run).stdout  # type: ignore[call-overload]
+
+
+def test_output_that_nobody_reads_ends_a_command_in_silence() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "jaxdist", "cost"]
+    ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=child.environment(), check=False)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (128 + 13, "")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import child
 import pytest
+from levels import others_slow
 from pages import PAGES, blocks, command_of, lines_of
 
 # Added to what trains, so that it takes seconds: the pages train longer, or a larger model.
@@ -198,3 +199,39 @@ def run_page(folder: Path) -> Callable[[str], list[int]]:
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run(page: str, run_page: Callable[[str], list[int]]) -> None:
     assert run_page(page) == [0] * len(RUN[page])
+
+
+# {(page, a command in a table): (what is added, its exit status)}: what the tables claim, as far as seconds show it.
+IN_TABLES = {
+    ("docs/expectations.md", "jaxdist launch -n 2 -- jaxdist train quickstart"): (SMALL, 0),
+    ("docs/expectations.md", "jaxdist train quickstart mesh.tensor=3"): ("", 2),
+    ("docs/expectations.md", "jaxdist explain llama_8b_fsdp"): ("", 0),
+    ("docs/expectations.md", "jaxdist explain quickstart --parameters"): ("", 0),
+    ("docs/expectations.md", "jaxdist explain quickstart --budget quickstart"): ("", 0),
+    ("README.md", "jaxdist explain quickstart --budget quickstart"): ("parallel.strategy=zero2", 1),
+    ("README.md", "jaxdist verify quickstart"): (
+        "model.layers=2 model.width=32 data.global_batch=16 data.seq_len=32",
+        0,
+    ),
+}
+# Two processes with several devices each: where they run out of threads, they hang, and only some compilers show it.
+EVERYDAY = ("docs/expectations.md", "jaxdist launch -n 2 -- jaxdist train quickstart")
+
+
+@pytest.mark.parametrize(("page", "command"), others_slow(IN_TABLES, EVERYDAY))
+def test_a_command_of_a_table_runs(page: str, command: str, tmp_path: Path) -> None:
+    assert f"`{command}`" in (child.ROOT / page).read_text(encoding="utf-8")
+    more, status = IN_TABLES[page, command]
+    line = f"{command} {more}".replace("jaxdist", f"{shlex.quote(sys.executable)} -m jaxdist")
+    ran = subprocess.run(
+        line,
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=child.environment() | child.QUICK,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == status, f"{ran.stdout}\n{ran.stderr}"
+    assert "Traceback" not in ran.stderr

@@ -1,7 +1,6 @@
 """The course: its lessons are complete, run, print what is kept, and their exercises take the right answers only."""
 
 import ast
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -9,13 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import child
 import pytest
-from script_modules import load_module
+from lessons import COURSE, lesson, module, parts
 
-COURSE = child.ROOT / "docs" / "course"
 PICTURES = child.ROOT / "docs" / "pictures" / "course"
 NUMBERS = range(1, 11)
 KEPT_WITH = "0.10.2"  # the jax of docs/course/output
@@ -33,22 +30,6 @@ RIGHT = {
     10: "zero2",
 }
 WRONG = {1: "28", 2: "2 3", 3: "1376", 4: "344", 5: "65536", 6: "63", 7: "384", 8: "26", 9: "0.81", 10: "zero3"}
-
-
-def parts(text: str) -> tuple[list[str], list[float]]:
-    """The words and the numbers of a text."""
-    number = r"-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?"
-    return re.sub(number, "#", text).split(), [float(each.replace(",", "") or 0) for each in re.findall(number, text)]
-
-
-@functools.cache
-def module(name: str) -> ModuleType:
-    """A file of the course as a module."""
-    return load_module(COURSE / f"{name}.py")
-
-
-def lesson(number: int) -> Path:
-    return module("check").lesson_file(number)
 
 
 def test_ten_lessons() -> None:

@@ -1,6 +1,6 @@
 """Lessons and tutorials as notebooks, run by Jupyter's own kernel: they print what the pages show.
 
-Two of each kind: the contents of all are compared without a kernel in `test_course.py` and `test_tutorials.py`.
+Two lessons and a tutorial: the contents of all are compared without a kernel in `test_course.py` and `test_tutorials.py`.
 """
 
 import os
@@ -11,9 +11,8 @@ from typing import Any
 
 import child
 import pytest
-from script_modules import load_module
-from test_course import lesson, parts
-from test_tutorials import commands, same
+from lessons import COURSE, lesson, module, parts
+from tutorial_pages import commands, same
 
 pytestmark = pytest.mark.slow
 EXTRA = "the extra `docs` is not installed"
@@ -57,9 +56,7 @@ def test_a_lesson_runs_as_notebooks_do(number: int, tmp_path: Path, kernel: None
     pytest.importorskip("jupytext", reason=EXTRA)
     made("course.py", "--ipynb", str(tmp_path / "books"), folder=tmp_path)
     cells = executed(tmp_path / "books" / f"{lesson(number).stem}.ipynb")
-    kept = load_module(child.ROOT / "docs" / "course" / "_run.py").outputs(
-        (child.ROOT / "docs" / "course" / "output" / f"{number:02}.txt").read_text(encoding="utf-8")
-    )
+    kept = module("_run").outputs((COURSE / "output" / f"{number:02}.txt").read_text(encoding="utf-8"))
     assert kept and {i for i, cell in enumerate(cells) if printed(cell)} == set(kept)
     for i, text in kept.items():
         (words, numbers), (kept_words, kept_numbers) = parts(printed(cells[i])), parts(text)

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import warnings
 from pathlib import Path
 
 import pytest
@@ -51,8 +50,7 @@ def chromium() -> str:
     """The path of Chromium; the test is skipped where there is none."""
     found = shutil.which("chromium")
     if found is None:
-        warnings.warn("SKIPPED: there is no chromium; tests/browser/install.sh installs it", stacklevel=2)
-        pytest.skip("there is no chromium; tests/browser/install.sh installs it")
+        pytest.skip("SKIPPED: there is no chromium; tests/browser/install.sh installs it")
     return found
 
 
