@@ -1,6 +1,7 @@
 """Lessons and tutorials as notebooks, run by Jupyter's own kernel: they print what the pages show.
 
-Two lessons and a tutorial: the contents of all are compared without a kernel in `test_course.py` and `test_tutorials.py`.
+Two lessons and a tutorial: the contents of all are compared without a kernel in `test_course.py` and
+`test_tutorials.py`.
 """
 
 import os

@@ -6,6 +6,7 @@ import importlib
 import io
 import itertools
 import re
+import tempfile
 from contextlib import nullcontext, redirect_stdout, suppress
 from functools import cache
 from operator import attrgetter
@@ -18,6 +19,7 @@ from syntax import EXAMPLES, PACKAGE, ROOT, TESTS
 
 from jaxdist.cli.main import COMMANDS, main
 from jaxdist.config.load import load_config
+from jaxdist.config.reader import read_config
 from jaxdist.config.schema import Config
 from jaxdist.config.shipped import find_config
 from jaxdist.errors import UserError
@@ -153,6 +155,14 @@ def check_code(text: str) -> None:
             assert all(hasattr(module, alias.name) for alias in node.names), node.module
 
 
+def check_settings(text: str) -> None:
+    """Raises `UserError` for a key that there is not, and for a value that its key does not allow."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        read_config(Config, file.name, (), lambda given: {})
+
+
 def kind_of(page: str, text: str) -> str:
     """How a block is held, which is checked here; "" for one that is not."""
     if text.strip().startswith('"""') or page.startswith("README"):
@@ -175,6 +185,8 @@ def kind_of(page: str, text: str) -> str:
     with suppress(yaml.YAMLError):
         given = yaml.safe_load(text)
         if isinstance(given, dict) and all(hasattr(Config(), key) for key in given):
+            if "my_package." not in text:  # a reader's own, whose keys are not known here
+                check_settings(text)
             return "settings"
     return ""
 
