@@ -18,7 +18,7 @@ from jaxdist.plan.compiled.memory import batch_of, compile_step, footprint_of, r
 from jaxdist.plan.traced.activations import BETWEEN_STAGES, SAVED_KINDS, SavedArray, saved_activations
 from jaxdist.plan.traced.ledger import Ledger, ledger
 from jaxdist.plan.traced.liveness import temporary_bytes
-from jaxdist.plan.traced.sharding import Row, sharding_rows
+from jaxdist.plan.traced.sharding import Row, sharding_rows, why_split
 from jaxdist.specs import STACKED, PyTree, active_specs, map_specs
 from jaxdist.state import TrainState, specs_of_arrays
 
@@ -84,6 +84,9 @@ def explain_parts(
     parts, batch = with_teacher(parts, batch)
     found = ledger(parts.step, parts.target, batch, devices_per_host=devices_per_host)
     rows = sharding_rows(parts.target.params, specs_of_arrays(parts.target.params), mesh)
+    if isinstance(parts.model, ModelDef):
+        reasons = why_split(parts.model, parts.options, mesh)
+        rows = [row._replace(why=why) for row, why in zip(rows, reasons, strict=True)]
     kept = saved_activations(parts.step, parts.target, batch)
     memory = memory_at_rest(parts.target) | {"batch": resident_bytes(batch)} | memory_of_a_step(config, parts, mesh)
     sizes = dict.fromkeys(SAVED_KINDS, 0)  # and what is offloaded or sent, if anything is
@@ -173,6 +176,7 @@ def explanation_to_json(explanation: Explanation) -> dict[str, Any]:
             "dtype": row.dtype,
             "spec": str(row.spec),
             "bytes_per_device": row.bytes_per_device,
+            "why": row.why,
         }
         for row in explanation.parameters
     ]

@@ -3,6 +3,7 @@
 import html
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -11,11 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.init import check_divisible
 from jaxdist.mesh import AnyMesh
-from jaxdist.specs import PyTree, entry_axes, path_name, shard_count, spec_axes, spec_leaves, without_idle
+from jaxdist.model import ModelDef
+from jaxdist.parallel.compose import get_strategy
+from jaxdist.parallel.options import StepOptions
+from jaxdist.specs import PyTree, entry_axes, path_name, placed_specs, shard_count, spec_axes, spec_leaves, without_idle
 
 
 class Row(NamedTuple):
-    """One parameter. shard: its shape on one device. copies: how many devices hold each shard."""
+    """One parameter. shard: its shape on one device. copies: how many devices hold each shard. why: see `why_split`."""
 
     path: str
     shape: tuple[int, ...]
@@ -24,6 +28,7 @@ class Row(NamedTuple):
     shard: tuple[int, ...]
     copies: int
     bytes_per_device: int
+    why: str = ""
 
 
 class Text(str):
@@ -31,6 +36,29 @@ class Text(str):
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self)}</pre>"
+
+
+def why_split(model: ModelDef, options: StepOptions, mesh: AnyMesh) -> list[str]:
+    """Why each parameter of a model is split, or is whole, in tree order."""
+
+    def placed(options: StepOptions) -> list[P]:
+        specs = get_strategy(options).place(model.shapes, model.specs, mesh)
+        return [without_idle(spec, mesh) for spec in spec_leaves(placed_specs(specs, mesh))]
+
+    name, least = str(getattr(options.strategy, "__name__", options.strategy)), options.min_shard_bytes
+    found = placed(options)
+    own = [without_idle(spec, mesh) for spec in spec_leaves(placed_specs(model.specs, mesh))]
+    if found == own:
+        whole = [f"{name} splits none" if mesh.size > 1 else ""] * len(own)
+    else:
+        no_limit = placed(replace(options, min_shard_bytes=0))
+        small = f"below parallel.min_shard_bytes {least:,}"
+        whole = [small if given != spec else "no dim divides" for given, spec in zip(no_limit, found, strict=True)]
+    reasons = []
+    for layer, spec, otherwise in zip(own, found, whole, strict=True):
+        causes = ["layer"] * bool(spec_axes(layer)) + [name] * (spec != layer)
+        reasons.append(" and ".join(causes) or otherwise)
+    return reasons
 
 
 def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
@@ -63,13 +91,14 @@ def rows_as_text(rows: Sequence[Row]) -> str:
     for row in rows:
         split = ", ".join("+".join(entry_axes(entry)) or "-" for entry in row.spec) if spec_axes(row.spec) else "whole"
         whole, shard = ("x".join(map(str, shape)) or "scalar" for shape in (row.shape, row.shard))
-        lines.append((row.path, whole, row.dtype, split, shard, row.copies, f"{row.bytes_per_device:,}"))
+        lines.append((row.path, whole, row.dtype, split, shard, row.copies, f"{row.bytes_per_device:,}", row.why))
     count, unsplit = sum(math.prod(row.shape) for row in rows), [row for row in rows if not spec_axes(row.spec)]
     for name, some in (("all", rows), ("whole", unsplit)):
         held = sum(row.bytes_per_device for row in some)
         share = f"{sum(math.prod(row.shape) for row in some) / max(1, count):.1%}"
-        lines.append((name, f"{len(some)} parameters, {share}", "", "", "", "", f"{held:,}"))
-    heads = ("parameter", "shape", "dtype", "split by", "on a device", "copies", "bytes a device")
+        lines.append((name, f"{len(some)} parameters, {share}", "", "", "", "", f"{held:,}", ""))
+    because = "why" if any(row.why for row in rows) else ""
+    heads = ("parameter", "shape", "dtype", "split by", "on a device", "copies", "bytes a device", because)
     return "\n".join(aligned([heads, *lines], right=(5, 6)))
 
 
