@@ -122,7 +122,7 @@ def test_a_job_on_two_nodes(tmp_path: Path) -> None:
     job = ["--", *JAXDIST, "train", "quickstart", *MODEL, *MESH, *FEW, "--run-dir", str(tmp_path / "run")]
     with two_nodes() as cluster:
         command = [*JAXDIST, "launch", "--ray", "-n", "1", "--nnodes", "2", *job]
-        done = subprocess.run(command, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "[1] rank 1 of 2 joined" in done.stdout and "2 processes" in done.stdout
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -149,7 +149,7 @@ def test_nothing_outlives_the_command(number: int, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="ray[train] is not installed")
 def test_fit_in_a_jax_trainer_goes_on_after_a_failure() -> None:
     command = [sys.executable, str(ROOT / "docs" / "examples" / "ray_train.py")]
-    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed  after step 10" in done.stdout + done.stderr
     assert "\n30 steps, the last is 30, loss 1.4e-05\n" in done.stdout
