@@ -1,6 +1,8 @@
 """The tutorials as data: their commands, what those print, and the files that a reader writes."""
 
 import re
+import sys
+from pathlib import Path
 
 import child
 
@@ -33,3 +35,13 @@ def same(printed: list[str], shown: list[str]) -> bool:
     """Whether the lines are those shown, in which a line of `...` stands for any others."""
     pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in words(shown))
     return re.fullmatch(pattern, "".join(line + "\n" for line in words(printed))) is not None
+
+
+def folder_of_jaxdist(folder: Path) -> Path:
+    """A new folder for PATH, whose `jaxdist` is this Python's."""
+    made = folder / "bin"
+    made.mkdir()
+    program = made / "jaxdist"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jaxdist.cli.main "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    return made

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.config.load import load_config
-from jaxdist.config.shipped import add_config, take_config, with_examples
+from jaxdist.config.shipped import add_config, find_budget, take_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
 _EXAMPLES = (
@@ -36,13 +36,11 @@ def main(argv: Sequence[str], prog: str = "jaxdist explain") -> int:
     )
     parser.add_argument("--devices-per-host", type=int, default=8)
     parser.add_argument(
-        "--budget",
-        metavar="FILE",
-        type=Path,
-        help="fail when a collective or a byte is not in it: a file, or the name of a shipped configuration",
+        "--budget", metavar="BUDGET", help="fail when a collective or a byte is not in it: a file, or a shipped name"
     )
     parser.add_argument("--write-budget", metavar="FILE", type=Path)
     arguments = parser.parse_intermixed_args(argv)
+    arguments.budget = Path(find_budget(arguments.budget)) if arguments.budget else None
     config = load_config(*take_config(parser, arguments), planned=True)
     import jax  # not before the configuration holds
 

@@ -62,9 +62,24 @@ def overview() -> str:
     return OVERVIEW.format(commands="\n".join(f"  {name:<11} {each.text}" for name, each in COMMANDS.items()))
 
 
-@reports_mistakes
 def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
-    """Run a command line, by default that of this process. Returns the exit status: 2 for a mistake in it."""
+    """Run a command line, by default that of this process. Returns the exit status: 2 for a mistake in it. Where nobody
+    reads its output any more, as in `jaxdist explain quickstart | head`, it ends in silence, as a shell's commands do.
+    """
+    try:
+        status = _run(argv, prog)
+        if sys.stdout is not None:  # None: it was closed, as by `>&-`
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_unread(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        return 128 + signal.SIGPIPE
+    return status
+
+
+@reports_mistakes
+def _run(argv: Sequence[str] | None, prog: str) -> int:
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(overview())
@@ -77,22 +92,21 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
         hint = f"; did you mean {prog} {near}?" if near else ""
         raise UserError(f"{name}: unknown command; allowed: {', '.join(COMMANDS)}{hint}")
     command = COMMANDS[name]
-    try:
-        status: int = getattr(importlib.import_module(command.module), command.function)(rest, f"{prog} {name}")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if not is_unread(sys.stdout):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
-        return 128 + signal.SIGPIPE  # as a shell says it of `yes | head`
+    status: int = getattr(importlib.import_module(command.module), command.function)(rest, f"{prog} {name}")
     return status
 
 
-def is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose reader has ended, as in `jaxdist explain quickstart | head`."""
+def is_unread(stream: TextIO | None) -> bool:
+    """Whether a stream is a pipe whose reader has ended."""
+    if stream is None:
+        return False
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # a stream in memory, as in a notebook
+        return False
     poll = select.poll()
-    poll.register(stream, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -309,7 +309,8 @@ class DevicesConfig:
     platform: str = setting("auto", "auto: GPUs if jax has them, else the CPU", choices=("auto", "cpu", "gpu"))
     simulated: int = setting(
         8,
-        "simulated CPU devices of each process, in a job with fit: shrink no more than the mesh needs; ignored on GPUs",
+        "simulated CPU devices of each process; with fit: shrink a job's processes share those of the mesh, if their"
+        " number divides it; ignored on GPUs",
         at_least=1,
         at_most=512,
     )

@@ -37,17 +37,24 @@ def list_shipped() -> str:
 
 def find_config(given: str) -> str:
     """The path of a configuration, given as a file or by the name of a shipped one. Raises `UserError`."""
+    return _find(given, shipped(), key="config", what="a configuration of jaxdist", file="a YAML file")
+
+
+def find_budget(given: str) -> str:
+    """The path of a budget, given as a file or by the name of a shipped configuration that has one. Raises
+    `UserError`."""
+    found = {path.stem: path for path in sorted((shipped_folder() / "budgets").glob("*.json"))}
+    return _find(given, found, key="--budget", what="a budget of jaxdist", file="a file of --write-budget")
+
+
+def _find(given: str, found: dict[str, Path], *, key: str, what: str, file: str) -> str:
     if Path(given).is_file() or Path(given).name != given or Path(given).suffix:
         return given  # the reader says what is wrong with a path
-    found = shipped()
     if given in found:
         return str(found[given])
     near = nearest(given, found)
     hint = f"; did you mean {near}?" if near else ""
-    raise UserError(
-        f"config: {given!r} is neither a file nor a configuration of jaxdist; allowed: a YAML file, or"
-        f" {', '.join(found)}{hint}"
-    )
+    raise UserError(f"{key}: {given!r} is neither a file nor {what}; allowed: {file}, or {', '.join(found)}{hint}")
 
 
 def with_examples(lines: Sequence[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.json_reader import read_json_file
-from jaxdist.config.shipped import shipped_folder
 from jaxdist.errors import UserError
 from jaxdist.plan.traced.ledger import Collective, Ledger
 
@@ -34,10 +33,7 @@ def budget_of(ledger: Ledger) -> dict[str, Any]:
 
 
 def read_budget(path: Path) -> dict[tuple[str, ...], int]:
-    """{(op, axes, dtype, phase, purpose): bytes} of a file, or of the shipped configuration of that name. Raises
-    `UserError` if it is not a budget."""
-    shipped = shipped_folder() / "budgets" / f"{path}.json"
-    path = shipped if path.name == str(path) and not path.exists() and shipped.exists() else path
+    """{(op, axes, dtype, phase, purpose): bytes} of a file. Raises `UserError` if it is not a budget."""
     try:
         entries = read_json_file(path)["collectives"]
         return {tuple(entry[key] for key in KEY_FIELDS): int(entry["bytes"]) for entry in entries}

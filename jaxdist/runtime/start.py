@@ -88,22 +88,24 @@ def choose_platform(devices: DevicesConfig) -> None:
 
 
 def of_each_process(config: Config, processes: int | None) -> DevicesConfig:
-    """The section `devices` of each process of a job. With `fit: shrink` simulated devices are as many as the mesh has
-    for each process: with as many as for a process alone, the first one's would be all of the mesh."""
+    """The section `devices` of each process of a job. With `fit: shrink` the processes share the mesh's devices, if
+    their number divides it. Else each would have as many as a process alone, the first one's would be all of the mesh,
+    and the others would have none."""
     devices, need = config.devices, math.prod(asdict(config.mesh).values())
     if not processes or devices.fit != "shrink" or need < 1 or need % processes:
         return devices
     return replace(devices, simulated=min(devices.simulated, need // processes))
 
 
-def give_threads(devices: DevicesConfig, environment: MutableMapping[str, str]) -> None:
+def give_threads(devices: DevicesConfig, environment: MutableMapping[str, str], *, cores: int) -> None:
     """Give a process of a job as many threads as its simulated CPU devices may block at once, before JAX starts.
 
-    XLA:CPU takes as many as there are cores or devices. A device that waits for another process holds a thread, and
-    steps are sent ahead: on few cores two steps' collectives left each other without threads, and hung (jax 0.12).
+    A device that waits for another process holds a thread, and steps are sent ahead. XLA:CPU has as many threads as
+    there are cores or devices. On few cores the collectives of two steps left each other without one, and the job hung
+    (jax 0.12).
     """
     if devices.simulated > 1:
-        environment.setdefault("NPROC", str(THREADS_A_DEVICE * devices.simulated))
+        environment.setdefault("NPROC", str(max(cores, THREADS_A_DEVICE * devices.simulated)))
 
 
 def _count(devices: DevicesConfig) -> int:
@@ -145,7 +147,7 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
     devices = config.devices if job is None else of_each_process(config, job.processes)
     choose_platform(devices)
     if job is not None and backend == "cpu" and not started:
-        give_threads(devices, os.environ)
+        give_threads(devices, os.environ, cores=len(os.sched_getaffinity(0)))
     if job is not None and not jax.distributed.is_initialized():
         join_job(job, heartbeat_s(config.train.watchdog_s))
     _greet(config.devices)

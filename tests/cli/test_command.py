@@ -1,5 +1,6 @@
 """The command `jaxdist`: its table, its helps, names of configurations, completion, a new project."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from jaxdist.cli.completion import SCRIPTS, candidates
 from jaxdist.cli.main import COMMANDS, main
 from jaxdist.config.load import load_config
 from jaxdist.config.resolve import unused_gpus
-from jaxdist.config.shipped import about, find_config, shipped
+from jaxdist.config.shipped import about, find_budget, find_config, shipped
 from jaxdist.errors import UserError
 
 
@@ -166,10 +167,36 @@ def test_the_wheel_in_an_empty_environment(tmp_path: Path) -> None:
     assert "my-project" in subprocess.run(["jaxdist", "init", "my-project"], **run).stdout  # type: ignore[call-overload]
 
 
-def test_output_that_nobody_reads_ends_a_command_in_silence() -> None:
+@pytest.mark.parametrize("word", ["cost", "--help"])
+def test_output_that_nobody_reads_ends_a_command_in_silence(word: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "jaxdist", "cost"]
+    command = [sys.executable, "-m", "jaxdist", word]
     ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=child.environment(), check=False)
     os.close(write)
     assert (ran.returncode, ran.stderr) == (128 + 13, "")
+
+
+def test_a_broken_pipe_of_something_else_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(argv: list[str], prog: str) -> int:
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setattr("jaxdist.cli.cost.main", broken)
+    for stream in (None, io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(BrokenPipeError, match="a socket"):
+            main(["cost"])
+
+
+@pytest.mark.parametrize("words", [["cost"], ["--help"], ["--version"]])
+def test_a_closed_output_is_no_mistake(words: list[str]) -> None:
+    command = f'exec "{sys.executable}" -m jaxdist {" ".join(words)} >&-'
+    ran = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, env=child.environment(), check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_budgets_have_names() -> None:
+    assert Path(find_budget("quickstart")).name == "quickstart.json"
+    assert find_budget("folder/quickstart") == "folder/quickstart"
+    with pytest.raises(UserError, match=r"--budget: 'quickstrt' is neither .*; did you mean quickstart\?"):
+        find_budget("quickstrt")

@@ -13,7 +13,7 @@ from typing import Any
 import child
 import pytest
 from lessons import COURSE, lesson, module, parts
-from tutorial_pages import commands, same
+from tutorial_pages import commands, folder_of_jaxdist, same
 
 pytestmark = pytest.mark.slow
 EXTRA = "the extra `docs` is not installed"
@@ -43,11 +43,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a kernel inherits: no settings of these tests, and `jaxdist` on PATH."""
     for key in [key for key in os.environ if key.startswith(child.SETTINGS)]:
         monkeypatch.delenv(key)
-    program = tmp_path / "bin" / "jaxdist"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jaxdist.cli.main "$@"\n', encoding="utf-8")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{folder_of_jaxdist(tmp_path)}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(child.ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 

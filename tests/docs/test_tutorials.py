@@ -5,12 +5,11 @@ import re
 import runpy
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import child
 import pytest
-from tutorial_pages import commands, files, same
+from tutorial_pages import commands, files, folder_of_jaxdist, same
 
 KEPT_WITH = "0.10.2"  # the jax of the pages: another one traces a little differently
 PAGES = sorted(path.name for path in (child.ROOT / "docs" / "tutorials").glob("*.md"))
@@ -77,12 +76,8 @@ def test_the_notebook_of_a_tutorial_has_its_commands_and_files(page: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_tutorial_prints_what_it_shows(page: str, tmp_path: Path) -> None:
-    program = tmp_path / "bin" / "jaxdist"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jaxdist.cli.main "$@"\n', encoding="utf-8")
-    program.chmod(0o755)
     environment = child.environment() | child.QUICK
-    environment["PATH"] = f"{program.parent}:{environment['PATH']}"
+    environment["PATH"] = f"{folder_of_jaxdist(tmp_path)}:{environment['PATH']}"
     folder = tmp_path / "folder"
     folder.mkdir()
     for name, block in files(page).items():

@@ -6,6 +6,7 @@ from jaxdist.config.load import load_config
 from jaxdist.plan.explain import explain
 from jaxdist.plan.report.text import explanation_text
 
+PIPELINE = ("parallel.schedule=one_f_one_b", "parallel.microbatches=2")
 SMALL = "below parallel.min_shard_bytes 32,768"
 
 
@@ -27,6 +28,14 @@ SMALL = "below parallel.min_shard_bytes 32,768"
         ),
         (("parallel.strategy=ddp", "mesh.tensor=1", "mesh.data=4"), {"embed.tokens.table": "ddp splits none"}),
         (("mesh={data: 1, fsdp: 1, tensor: 1}",), {"embed.tokens.table": ""}),
+        (
+            ("parallel.min_shard_bytes=1000000000",),
+            {"embed.positions.table": "below parallel.min_shard_bytes 1,000,000,000", "embed.tokens.table": "layer"},
+        ),
+        (
+            ("parallel.strategy=ddp", "mesh={pipe: 2, data: 4, fsdp: 1, tensor: 1}", *PIPELINE),
+            {"embed.positions.table": "pipe", "blocks.mlp.up.kernel": "layer", "head.norm.scale": SMALL},
+        ),
     ],
 )
 def test_each_parameter_has_its_reason(overrides: tuple[str, ...], reasons: dict[str, str]) -> None:

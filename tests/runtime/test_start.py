@@ -26,9 +26,10 @@ def test_processes_of_a_job_share_the_simulated_devices(
 
 def test_each_simulated_device_of_a_job_has_threads_of_its_own() -> None:
     devices = load_config("configs/quickstart.yaml").devices
-    environment: dict[str, str] = {}
-    give_threads(devices, environment)
-    assert environment == {"NPROC": str(8 * THREADS_A_DEVICE)}
+    for cores, threads in ((2, 8 * THREADS_A_DEVICE), (128, 128)):
+        environment: dict[str, str] = {}
+        give_threads(devices, environment, cores=cores)
+        assert environment == {"NPROC": str(threads)}
     environment = {"NPROC": "3"}
-    give_threads(devices, environment)
+    give_threads(devices, environment, cores=2)
     assert environment == {"NPROC": "3"}, "what a user has set stays"

@@ -73,7 +73,7 @@ def test_the_clock_takes_less_than_half_a_percent_of_a_step() -> None:
             clock.line()
         return (time.perf_counter() - began) / steps
 
-    assert min(seconds_a_step() for _ in range(5)) < 0.005 * 0.160 / 4
+    assert min(seconds_a_step() for _ in range(5)) < 0.005 * 0.160
 
 
 def test_flops_of_a_loss() -> None:

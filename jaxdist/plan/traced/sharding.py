@@ -45,20 +45,24 @@ def why_split(model: ModelDef, options: StepOptions, mesh: AnyMesh) -> list[str]
         specs = get_strategy(options).place(model.shapes, model.specs, mesh)
         return [without_idle(spec, mesh) for spec in spec_leaves(placed_specs(specs, mesh))]
 
-    name, least = str(getattr(options.strategy, "__name__", options.strategy)), options.min_shard_bytes
-    found = placed(options)
+    name = str(getattr(options.strategy, "__name__", options.strategy))
+    small = f"below parallel.min_shard_bytes {options.min_shard_bytes:,}"
     own = [without_idle(spec, mesh) for spec in spec_leaves(placed_specs(model.specs, mesh))]
-    if found == own:
-        whole = [f"{name} splits none" if mesh.size > 1 else ""] * len(own)
-    else:
-        no_limit = placed(replace(options, min_shard_bytes=0))
-        small = f"below parallel.min_shard_bytes {least:,}"
-        whole = [small if given != spec else "no dim divides" for given, spec in zip(no_limit, found, strict=True)]
+    found, no_limit = placed(options), placed(replace(options, min_shard_bytes=0))
+    splits = any(_added(spec, layer) - {"pipe"} for spec, layer in zip(no_limit, own, strict=True))
     reasons = []
-    for layer, spec, otherwise in zip(own, found, whole, strict=True):
-        causes = ["layer"] * bool(spec_axes(layer)) + [name] * (spec != layer)
-        reasons.append(" and ".join(causes) or otherwise)
+    for layer, spec, unlimited in zip(own, found, no_limit, strict=True):
+        added = _added(spec, layer)
+        causes = {"layer": bool(spec_axes(layer)), "pipe": "pipe" in added, name: bool(added - {"pipe"})}
+        whole = "no dim divides" if splits else f"{name} splits none"
+        whole = small if unlimited != spec else whole if mesh.size > 1 else ""
+        reasons.append(" and ".join(cause for cause, holds in causes.items() if holds) or whole)
     return reasons
+
+
+def _added(spec: P, layer: P) -> set[str]:
+    """The axes that a spec has beside those of the layer itself."""
+    return {*spec_axes(spec)} - {*spec_axes(layer)}
 
 
 def sharding_rows(params: PyTree, specs: PyTree, mesh: AnyMesh) -> list[Row]:
