@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import takewhile
 
@@ -24,6 +25,17 @@ def command_of(line: str) -> list[str]:
         if words and (words[0] in ("python", "jaxdist") or words[:2] in (["sudo", "python"], ["srun", "python"])):
             return [*takewhile(lambda word: word not in ("&", "...", "|"), words)]
     return []
+
+
+def on_page(page: str, message: str, values: Mapping[str, str] | None = None) -> None:
+    """Check that a message stands in a block of the page.
+
+    values: {a pattern of a value in the message: what the page shows in its place}.
+    """
+    for pattern, shown in (values or {}).items():
+        message, found = re.subn(pattern, lambda _, shown=shown: shown, message)
+        assert found, f"{pattern} is not in: {message}"
+    assert any(message in block for block in blocks(page)), f"{page} does not show: {message}"
 
 
 def lines_of(block: str) -> list[str]:

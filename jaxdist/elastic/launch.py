@@ -41,9 +41,9 @@ class Host:
         self.status: int | None = None  # how it has ended, once all of its output has been read
 
     def where(self) -> tuple[str, int]:
-        """The address of this host, and a free port whose next one is free, too."""
+        """The address of this host, and a port that is free on all of its addresses, as the next one is."""
         address = load_ray().util.get_node_ip_address()
-        while (port := free_port()) >= 65535 or port_problem(port + 1):
+        while (port := free_port("")) >= 65535 or port_problem(port + 1, ""):
             pass
         return address, port
 

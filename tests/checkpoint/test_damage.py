@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import on_page
 
 from jaxdist.checkpoint import Checkpoints, checksums, manager
 from jaxdist.checkpoint.checksums import CHECKSUMS, Cancelled, check_files, record_of, seal
@@ -321,8 +322,9 @@ def test_a_newer_format_is_no_damage(copy: Path, where: str, monkeypatch: pytest
     names = files_of(copy)
     with Checkpoints(copy, keep=2) as checkpoints:
         for call in (lambda: checkpoints.newest_intact(print), lambda: checkpoints.restore(2, asked())):
-            with pytest.raises(UserError, match=r"^checkpoint of step [23] is of format 2, .* reads 1 and older; use"):
+            with pytest.raises(UserError) as error:
                 call()
+            on_page("docs/checkpoints.md", f"error: {error.value}", {"step [23]": "step 4"})
     assert files_of(copy) == names
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_files import folder_of
+from pages import on_page
 
 from jaxdist.config.load import load_config
 from jaxdist.data import Loader
@@ -52,7 +53,9 @@ def test_a_run_on_prepared_documents_that_waits_for_them(
     assert all(record["data_wait"] > 0.5 for record in records[2:5])  # the others: compiling, and no batch after it
     assert 0.3 < data_wait(records) < 1
     printed = capsys.readouterr().out
-    assert f"waited for data {data_wait(records):.0%} of the time" in printed
+    [waited] = [line for line in printed.splitlines() if line.startswith("waited for data")]
+    assert f"data {data_wait(records):.0%} of" in waited
+    on_page("docs/data.md", waited, {r"\d+%": "94%"})
     assert "bits per byte" in printed  # as the manifest says
     with pytest.raises(UserError, match=r"^data\.packing: 'none', but the run in .* was started with 'documents'"):
         train(load_config(tmp_path / "tiny.yaml", ["data.packing=none"]), tmp_path / "run")

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_files import config, folder_of
+from pages import on_page
 
 import jaxdist.data.prepare as module
 from jaxdist.data import FileArray
@@ -148,6 +150,8 @@ def test_damage_is_found(tmp_path: Path, name: str, change: Any, changes: dict[s
     with pytest.raises(UserError, match=f"^{message}") as caught:
         tokens(config(out, **changes))
     assert "\n" not in str(caught.value)
+    if "another SHA-256" in message:
+        on_page("docs/data.md", f"error: {caught.value}", {re.escape(str(out)): "data/python"})
     if name.endswith("index"):
         assert tokens(config(out)).info == good.info  # who does not ask for them does not need them
 

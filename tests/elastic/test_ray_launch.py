@@ -1,10 +1,13 @@
 """`jaxdist launch --ray`: what it reserves and starts, and a job on two nodes of a Ray cluster; fit in a JaxTrainer."""
 
 import contextlib
+import functools
 import importlib.util
+import itertools
 import json
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +17,11 @@ from types import SimpleNamespace
 import child
 import pytest
 from jobs import marked, wait_until
+from pages import on_page
 
 from jaxdist.cli.main import main
 from jaxdist.elastic import cluster as clusters
+from jaxdist.elastic import launch
 from jaxdist.elastic.launch import check_hosts, make_ray_plan
 from jaxdist.errors import UserError
 from jaxdist.launcher.options import make_plan
@@ -75,6 +80,21 @@ def test_too_few_hosts_are_one_line() -> None:
     check_hosts(plan, [fits, fits, small, fits])
     with pytest.raises(UserError, match="--nnodes: 3 hosts with 1 CPUs and 4 GPUs each, and the cluster has 2; give"):
         check_hosts(plan, [fits, dead, small, fits])
+    plan = make_ray_plan(["--ray", "-n", "1", "--nnodes", "3", "--", "job", "--run-dir", "x"], "launch")
+    with pytest.raises(UserError) as error:
+        check_hosts(plan, [fits, small])
+    on_page("docs/ray.md", f"error: {error.value}")
+
+
+def test_the_coordinators_port_is_free_on_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own processes listen on the host's address, and not on 127.0.0.1."""
+    ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2"))
+    monkeypatch.setattr(launch, "load_ray", lambda: ray)
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        after_it = taken.getsockname()[1]
+        ports = itertools.chain([after_it - 1, 65535], iter(functools.partial(launch.free_port, ""), None))
+        monkeypatch.setattr(launch, "free_port", lambda address: next(ports))
+        assert launch.Host().where() not in [("127.0.0.2", after_it - 1), ("127.0.0.2", 65535)]
 
 
 def test_a_machine_without_gpus_is_told_of_the_options_of_launch(

@@ -1,16 +1,14 @@
-"""TensorBoard and Weights & Biases: read back by TensorBoard's own reader and W&B's own messages, after kill -9 too."""
+"""TensorBoard and Weights & Biases: read back by TensorBoard's own reader and by `wandb sync`, after kill -9 too."""
 
 import importlib.util
 import io
 import itertools
-import json
 import math
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +17,7 @@ import numpy as np
 import pytest
 from child import QUICK, environment
 from matplotlib.image import imread
+from wandb_server import synced
 
 from jaxdist.config.checks import check_packages
 from jaxdist.config.sections.observe import ObserveConfig, WandbConfig
@@ -99,39 +98,6 @@ def pictures(folder: Path) -> dict[str, list[int]]:
         for each in found.Images(tag):
             assert is_picture(each.encoded_image_string) and each.width > 500 and each.height > 200
     return {tag: [each.step for each in found.Images(tag)] for tag in found.Tags()["images"]}
-
-
-def logged(path: Path) -> Iterator[bytes]:
-    """The records of a .wandb file: LevelDB's log format behind 7 bytes."""
-    content, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, size, kind = struct.unpack("<IHB", content[at : at + 7])
-        record, at = record + content[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # whole, or its last part
-            yield record
-            record = b""
-
-
-def history(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """[(step, {name: value})] of a .wandb file."""
-    messages, found = pytest.importorskip("wandb.proto.wandb_internal_pb2"), []
-    for content in logged(path):
-        record = messages.Record()
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
-            items: dict[str, Any] = {}
-            for each in record.history.item:
-                name, *inner = each.nested_key or [each.key]
-                value = json.loads(each.value_json)
-                if inner:
-                    items.setdefault(name, {})[inner[0]] = value
-                else:
-                    items[name] = value
-            found.append((record.history.step.num, items))
-    return found
 
 
 def test_a_sink_that_fails_is_said_and_counted() -> None:
@@ -259,12 +225,15 @@ def test_wandb_of_a_killed_run(tmp_path: Path) -> None:
     name = (tmp_path / "run" / "wandb_run_id").read_text()
     assert [folder.split("-")[0] for folder in folders] == ["earlier", "earlier", "offline"]
     assert all(folder.endswith(f"-{name}") for folder in folders)
-    [file] = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb")
-    found = history(file)
-    assert [(step, items["loss"]) for step, items in found] == [(each["step"], each["loss"]) for each in records]
-    images = [{name: value for name, value in items.items() if name.startswith("report/")} for _, items in found]
+    [folder] = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{name}")
+    found = synced(folder)
+    assert found.name == name
+    assert [(line["_step"], line["loss"]) for line in found.history] == [
+        (each["step"], each["loss"]) for each in records
+    ]
+    images = [{key: value for key, value in line.items() if key.startswith("report/")} for line in found.history]
     assert images[:-1] == [{}] * 8 and sorted(images[-1]) == sorted(f"report/{name}" for name in CHARTS)
-    assert all(is_picture((file.parent / "files" / each["path"]).read_bytes()) for each in images[-1].values())
+    assert all(is_picture(found.files[each["path"]]) for each in images[-1].values())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database

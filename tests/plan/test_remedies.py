@@ -16,6 +16,7 @@ from typing import Any
 import child
 import jax
 import pytest
+from pages import on_page
 
 from jaxdist.cli.work import explain as command
 from jaxdist.config.load import load_config
@@ -314,9 +315,9 @@ def test_the_command_of_a_run_that_fits(tmp_path: Path) -> None:
     """The cheapest remedy that fits; if none does, what the closed form says of more microbatches."""
     config, file = configured("data.global_batch=64"), Path("config.yaml")
     table = Table(NOW, [remedy("a", 10, 9.0), remedy("b", 20, 3.0), remedy("c", 30, 1.0), Remedy("d", (), None, "no")])
-    [line] = advice(config, table, 25.0, file)  # NOW takes 1000
-    assert line.endswith("; the cheapest remedy that fits: jaxdist train config.yaml b")
-    assert "of a device, as 8 share the memory of a process" in line
+    [line] = advice(config, table, 25.0, Path("big") / file)  # NOW takes 1000
+    shown = {"25 B": "635.59 MiB", "yaml b$": "yaml parallel.microbatches=2 memory.remat=full"}
+    on_page("docs/remedies.md", line, shown)
     assert advice(config, table, math.inf, file) == []
     assert cheapest(table, 2000.0) == table.remedies[2]  # what failed was predicted to fit: half of it is taken
     assert cheapest(table._replace(remedies=[remedy("e", 600, 1.0)]), 2000.0) is None

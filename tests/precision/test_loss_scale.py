@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from levels import levels
+from pages import on_page
 
 from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config.load import load_config
@@ -290,6 +292,8 @@ def test_a_run_stops_and_says_why(
         assert train(configure("parallel.microbatches=2"), tmp_path) == 1
     text = capsys.readouterr().out
     assert "found: the sum of the batch's weights is not finite: the data's doing\n" in text
+    [said] = re.findall(r"step 3: .*\nlooking into .*\n", text)
+    on_page("docs/precision.md", said, {"loss of": "grad_norm of"})
     [incident] = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
     assert (incident["step"], incident["action"], incident["found"]["kind"]) == (3, "stopped", "weight")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]  # as before the bad batch

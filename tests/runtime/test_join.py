@@ -18,6 +18,7 @@ import child
 import pytest
 import strangers
 from levels import others_slow
+from pages import on_page
 
 from jaxdist.errors import UserError
 from jaxdist.runtime.join import join as joining
@@ -362,6 +363,7 @@ def test_a_wrong_token_is_one_line_on_both_sides(capfd: pytest.CaptureFixture[st
     process_0, wrong = take(server, processes=2), call(where, 1, processes=2, token=strangers.TOKEN)
     said = f"127.0.0.1:{where[1]} does not take this process's token; JAXDIST_TOKEN or --token-file must be the same"
     assert isinstance(wrong.get(), UserError) and said in str(wrong.get())
+    on_page("docs/multihost.md", f"error: {wrong.get()}", {re.escape(f"127.0.0.1:{where[1]}"): "10.0.0.7:29500"})
     own = call(where, 1, processes=2)
     assert process_0.get() is None
     with serve(where):

@@ -16,6 +16,7 @@ from typing import Any
 import child
 import pytest
 from jobs import wait_until
+from pages import on_page
 
 from jaxdist.errors import UserError
 from jaxdist.runtime import run_claim
@@ -71,6 +72,8 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
             f"--run-dir: '{folder}' {HELD.format(os.getpid(), run_claim.host_name())}(job 77, since "
         )
         assert line.endswith("; wait for it or stop it, or use another --run-dir")
+        shown = {"'.*'": "'runs/a'", r"process \d+ on host \S+": "process 4711 on host a"}
+        on_page("docs/checkpoints.md", f"error: {line}", shown | {"since [^)]+": "since 2026-11-24 10:00:00"})
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
     with RunClaim(folder, {}):
         pass

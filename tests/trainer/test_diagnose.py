@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from levels import levels
+from pages import on_page
 from poisoned import GRADIENT, LEAF, OUTPUT, poisoned
 
 from jaxdist import init_state, make_mesh, make_train_step
@@ -107,6 +108,9 @@ def trial(bench: Bench, unit: str, kind: int, device: int, block: int) -> Findin
     if kind == GRADIENT:
         assert found.parameter == ".".join((unit, *LEAF[unit]))
         assert found.parameter in str(found)
+        if unit == STACKED:
+            shown = {r"block \d": "block 1", r"gradient: \S+;": "gradient: blocks.mlp.up.kernel;"}
+            on_page("docs/precision.md", f"found: {found}", shown | {r"\(.*\)": "(data=1 fsdp=0 tensor=1)"})
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pages import on_page
 
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.reader import Stored
@@ -22,7 +23,7 @@ from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.trainer.evaluation import Evaluator, text_sampler
-from jaxdist.trainer.resume import changed_settings, identity
+from jaxdist.trainer.resume import changed_settings, check_identity, identity
 from jaxdist.trainer.run import build
 from jaxdist.trainer.train import train
 
@@ -175,6 +176,12 @@ def test_forced(finished: Path, configure: Configure, tmp_path: Path, capsys: py
     assert len(read_metrics(folder / "metrics.jsonl")) == 7
 
 
+def test_the_page_shows_what_is_said_of_another_seed() -> None:
+    with pytest.raises(UserError) as error:
+        check_identity({"train": {"seed": 0}}, {"train": {"seed": 1}}, Path("runs/a"))
+    on_page("docs/checkpoints.md", f"error: {error.value}")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -195,6 +202,8 @@ def test_what_cannot_work_is_not_forced(finished: Path, configure: Configure, ov
         train(configure(override, *more, "checkpoint.resume=force"), finished)
     assert "\n" not in str(error.value)
     assert incidents(finished) == []
+    if override == "model.width=32":
+        on_page("docs/checkpoints.md", f"error: {error.value}")
 
 
 def test_the_time_limit_knows_steps_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:

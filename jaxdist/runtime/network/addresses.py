@@ -73,17 +73,17 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of this host's address that nobody listens on now; address "": on none of its addresses."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
-def port_problem(port: int) -> str | None:
-    """Why a coordinator could not listen on this port here, or None."""
+def port_problem(port: int, address: str = "127.0.0.1") -> str | None:
+    """Why a coordinator could not listen on this port of this host's address, or None; address "": on all of them."""
     try:
-        socket.create_server(("127.0.0.1", port)).close()
+        socket.create_server((address, port)).close()
     except OSError as error:
         return f"port {port}: {os.strerror(error.errno or 0)}"
     return None
