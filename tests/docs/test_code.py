@@ -1,5 +1,7 @@
 """The parts of programs on the pages run, within the smallest program that they need."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from child import QUICK, environment
 from pages import blocks
 from syntax import ROOT
 
@@ -137,6 +140,20 @@ def test_a_long_context_from_python() -> None:
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((4, 64), np.float32)}
     state, metrics = given["step"](given["state"], batch)
     assert int(state.step) == 1 and 0 < float(metrics["loss"]) < 10
+
+
+@pytest.mark.slow
+def test_the_example_of_a_hung_rank() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/examples/hung_rank.py"],
+        cwd=ROOT,
+        env=environment() | QUICK,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert re.search(r"stuck: rank 1 in data of step \d+ for 5\.\d s; rank 0 in wait of step", done.stderr), done.stderr
+    assert re.search(r'of the stacks of rank 1: .*hung_rank\.py", line \d+ in __iter__', done.stdout), done.stdout
 
 
 def test_a_pipeline_of_ones_own_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
