@@ -1,9 +1,13 @@
 """What a process gets before JAX starts: its part of a job's simulated devices, and threads for them."""
 
+import subprocess
+import sys
+
 import pytest
+from child import environment
 
 from jaxdist.config.load import load_config
-from jaxdist.runtime.start import THREADS_A_DEVICE, give_threads, of_each_process
+from jaxdist.runtime.start import THREADS_ALONE, THREADS_IN_A_JOB, give_threads, of_each_process
 
 
 @pytest.mark.parametrize(
@@ -24,12 +28,28 @@ def test_processes_of_a_job_share_the_simulated_devices(
     assert of_each_process(load_config("configs/quickstart.yaml", overrides), processes).simulated == devices
 
 
-def test_each_simulated_device_of_a_job_has_threads_of_its_own() -> None:
-    devices = load_config("configs/quickstart.yaml").devices
-    for cores, threads in ((2, 8 * THREADS_A_DEVICE), (128, 128)):
-        environment: dict[str, str] = {}
-        give_threads(devices, environment, cores=cores)
-        assert environment == {"NPROC": str(threads)}
-    environment = {"NPROC": "3"}
-    give_threads(devices, environment, cores=2)
-    assert environment == {"NPROC": "3"}, "what a user has set stays"
+def test_simulated_devices_have_threads_of_their_own() -> None:
+    for cores, given in ((2, {"NPROC": "16"}), (16, {})):
+        variables: dict[str, str] = {}
+        give_threads(16, variables, cores=cores)
+        assert variables == given
+    variables = {"NPROC": "3"}
+    give_threads(16, variables, cores=2)
+    assert variables == {"NPROC": "3"}, "what a user has set stays"
+
+
+@pytest.mark.parametrize(
+    ("simulated", "job", "given"),
+    [(8, "", 8 * THREADS_ALONE), (8, "THREADS_IN_A_JOB", 8 * THREADS_IN_A_JOB), (1, "THREADS_IN_A_JOB", None)],
+)
+def test_they_are_given_before_jax_starts(simulated: int, job: str, given: int | None) -> None:
+    program = (
+        "import os, jaxdist.runtime.start as start\n"
+        "from jaxdist.config.schema import DevicesConfig\n"
+        "start.os.sched_getaffinity = lambda pid: {0, 1}\n"
+        f"start.choose_platform(DevicesConfig(simulated={simulated}), *([start.{job}] if {job!r} else []))\n"
+        "print(os.environ.get('NPROC'), start.jax.device_count())\n"
+    )
+    clean = {name: text for name, text in environment().items() if name != "NPROC"}
+    done = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{given} {simulated}\n"

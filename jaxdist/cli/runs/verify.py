@@ -4,7 +4,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,11 @@ def _start(config: Config) -> Any:
         raise UserError("mesh: has a -1; allowed: numbers of devices, which are simulated here, such as mesh.fsdp=4")
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
-    needed = math.prod(sizes.values())
-    jax.config.update("jax_num_cpu_devices", needed)
     from jaxdist.mesh import make_mesh
+    from jaxdist.runtime.start import choose_platform
 
+    needed = math.prod(sizes.values())
+    choose_platform(replace(config.devices, platform="cpu", simulated=needed))
     return make_mesh(**sizes, devices=jax.devices()[:needed])
 
 
