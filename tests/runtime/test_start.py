@@ -40,14 +40,14 @@ def test_simulated_devices_have_threads_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("simulated", "job", "given"),
-    [(8, "", 8 * THREADS_ALONE), (8, "THREADS_IN_A_JOB", 8 * THREADS_IN_A_JOB), (1, "THREADS_IN_A_JOB", None)],
+    [(8, "", 8 * THREADS_ALONE), (8, ", start.THREADS_IN_A_JOB", 8 * THREADS_IN_A_JOB), (1, "", None)],
 )
 def test_they_are_given_before_jax_starts(simulated: int, job: str, given: int | None) -> None:
     program = (
         "import os, jaxdist.runtime.start as start\n"
         "from jaxdist.config.schema import DevicesConfig\n"
         "start.os.sched_getaffinity = lambda pid: {0, 1}\n"
-        f"start.choose_platform(DevicesConfig(simulated={simulated}), *([start.{job}] if {job!r} else []))\n"
+        f"start.choose_platform(DevicesConfig(simulated={simulated}){job})\n"
         "print(os.environ.get('NPROC'), start.jax.device_count())\n"
     )
     clean = {name: text for name, text in environment().items() if name != "NPROC"}
