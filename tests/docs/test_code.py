@@ -156,6 +156,29 @@ def test_the_example_of_a_hung_rank() -> None:
     assert re.search(r'of the stacks of rank 1: .*hung_rank\.py", line \d+ in __iter__', done.stdout), done.stdout
 
 
+@pytest.mark.slow
+def test_the_classifier_of_lines_prints_what_the_page_shows(tmp_path: Path) -> None:
+    """With its numbers, as far as two steps of training can tell: those of the majority and of the bag of words."""
+    config = ["--config", "configs/bert_stdlib.yaml", "train.steps=2", "train.eval_every=0", "checkpoint.every=2"]
+    for program in (
+        ["scripts/train.py", *config, "observe.report=false", "--run-dir", str(tmp_path / "bert")],
+        ["docs/examples/bert_lines.py", "--pretrained", str(tmp_path / "bert"), "--steps", "2"],
+    ):
+        command = [sys.executable, *program]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment() | QUICK, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-5:]
+    shown = block("docs/bert.md", "bag of words").splitlines()[-5:]
+    assert said[0] == shown[0].replace("200 steps", "2 steps")
+    assert [line[:-5] for line in said[1:]] == [line[:-5] for line in shown[1:]]
+    for line, wanted in zip(said[1:3], shown[1:3], strict=True):  # of other lines in another Python's library
+        assert float(line[-5:]) == pytest.approx(
+            float(wanted[-5:]), abs=0.0 if sys.version_info[:2] == (3, 11) else 0.05
+        )
+
+
 def test_a_pipeline_of_ones_own_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
     pipeline = block("docs/own_model.md", "model = jaxdist.model_def(GPT, tied=True)\ntrain(")
