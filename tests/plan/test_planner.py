@@ -22,7 +22,7 @@ from jaxdist.observe.report.sections.plan import compared, plan_section
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.closed.sent import Transfer, rounds
-from jaxdist.plan.explain import IN_HOST_MEMORY
+from jaxdist.plan.explain import IN_HOST_MEMORY, explain
 from jaxdist.plan.search import choose
 from jaxdist.plan.search.choose import Predicted, predict_families, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
@@ -292,6 +292,17 @@ def test_a_plan(plan: LayoutPlan, tmp_path: Path) -> None:
     assert told == json.loads(json.dumps(layout_plan_to_json(plan)))
     assert told["choice"]["seconds"] == pytest.approx(sum(told["choice"]["parts"].values()))
     assert paths[2].read_text().startswith("<?xml")
+
+
+def test_what_muon_sends_is_in_the_plan() -> None:
+    """As the ledger counts it: else a plan says that its closed forms are wrong."""
+    config = tiny("optimizer.name=muon", "mesh.fsdp=2", "parallel.strategy=zero3", "optimizer.lr=1e-2")
+    found = choose.predicted(layout_of(config), config, cluster(), KNOWN)
+    assert found.sent == explain(config).ledger.wire_bytes
+    assert (
+        found.sent
+        > choose.predicted(layout_of(config), tiny("mesh.fsdp=2", "parallel.strategy=zero3"), cluster(), KNOWN).sent
+    )
 
 
 def test_an_argued_layout(plan: LayoutPlan) -> None:

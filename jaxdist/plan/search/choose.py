@@ -245,8 +245,7 @@ def predicted(layout: Layout, config: Config, cluster: PlanCluster, known: Known
         return Predicted(layout, config, Seconds(math.inf, 0.0, {}, 0.0, 0.0), memory, math.inf)
     sent = _sent(config, known)
     seconds = seconds_of(config, cluster, sent, memory, known)
-    of_the_program = [each for each in sent if each.what != "optimizer"]  # as the ledger counts
-    return Predicted(layout, config, seconds, memory, sum(bytes_by_axes(of_the_program).values()))
+    return Predicted(layout, config, seconds, memory, sum(bytes_by_axes(sent).values()))
 
 
 def step_seconds(config: Config, cluster: PlanCluster, known: Known) -> float | None:
