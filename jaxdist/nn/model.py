@@ -317,6 +317,16 @@ def _drawn(build: Callable[[nnx.Rngs], Any], param_dtype: Any, key: jax.Array) -
     return jax.tree.map(lambda leaf: leaf.astype(param_dtype), {**ends, "blocks": blocks})
 
 
+def _shapes(param_dtype: Any, layers: int, **states: Any) -> PyTree:
+    """The parameters as `_drawn` gives them, by the state of each part; that of the blocks is of one of them."""
+
+    def whole(part: str, state: Any) -> PyTree:
+        lead = (layers,) if part == STACKED else ()
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), param_dtype), nnx.to_pure_dict(state))
+
+    return {part: whole(part, state) for part, state in states.items()}
+
+
 def _parts_of_logits(head: Any, head_def: Any, embedding: Callable[[PyTree], Any]) -> dict[str, Any]:
     """`features` and `vocabulary` of a `ModelDef`, where the head has both methods."""
     if not all(callable(getattr(head, method, None)) for method in ("features", "vocabulary")):
@@ -374,7 +384,7 @@ def model_def(
     return ModelDef(
         init=init,
         specs={"embed": specs_of(embed_state), "blocks": block_specs, "head": specs_of(head_state)},
-        shapes=jax.eval_shape(init, jax.random.key(0)),
+        shapes=_shapes(param_dtype, len(skeleton.blocks), embed=embed_state, blocks=block_state, head=head_state),
         embed=_reads(name(skeleton.embed), lambda params, *given: nnx.merge(embed_def, params)(*given), 1),
         block=lambda params, h, keys_B, *rows: block_of(params, keys_B)(h, keys_B, *rows),
         head=_reads(name(skeleton.head), lambda *given: _head_sums(*of_head(*given)), 3),

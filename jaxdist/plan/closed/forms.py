@@ -16,11 +16,10 @@ from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.model import ModelDef
 from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.parallel.strategies._moves import Moves
-from jaxdist.plan.closed.leaves import Known, model_key, planned_mesh
+from jaxdist.plan.closed.leaves import Known, model_key, placing_key, planned_mesh
 from jaxdist.plan.closed.microbatch import Microbatch, in_a_stage, one_tick, trace_microbatch
 from jaxdist.plan.closed.shares import Share
 from jaxdist.plan.compiled.memory import batch_of
@@ -90,10 +89,7 @@ def microbatches_of(
     # The size of `fsdp` does not matter where it splits the same parameters.
     for size, smallest in ((2 if fsdp % 2 == 0 or fsdp == 1 else fsdp, least if form.prefetch else 0), (fsdp, least)):
         alone = _one_microbatch(config, size, smallest, moves, form, rows=known.primes(config)[0])
-        mesh, model = planned_mesh(alone), known.model(alone)
-        options = replace(step_options(alone, mesh), prefetch=int(form.prefetch), pipeline_cond=not form.masked)
-        specs = get_strategy(options).place(model.shapes, model.specs, mesh)
-        split = {name: shard_of(spec) for name, spec in named_leaves(specs)}
+        split = known.get(("split", *model_key(alone), *placing_key(alone)), functools.partial(_split, alone, known))
         if all(_same(share, split[share.name], form) for share in shares):
             break
     kept = (config.memory.remat, parallel.reshard_after_forward, parallel.grad_sync.deterministic)
@@ -107,7 +103,14 @@ def microbatches_of(
         form,
         count,
     )
-    return known.get(("microbatch", *key), lambda: _traced(alone, model, options, form, count))
+    return known.get(("microbatch", *key), lambda: _traced(alone, known.model(alone), form, count))
+
+
+def _split(config: Config, known: Known) -> dict[str, Shard | None]:
+    """{name: the shard} of each parameter of a configuration."""
+    mesh, model = planned_mesh(config), known.model(config)
+    specs = get_strategy(step_options(config, mesh)).place(model.shapes, model.specs, mesh)
+    return {name: shard_of(spec) for name, spec in named_leaves(specs)}
 
 
 def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form, *, rows: int) -> Config:
@@ -146,9 +149,7 @@ def _same(share: Share, split: Shard | None, form: Form) -> bool:
     return split is not None or not share.axes
 
 
-def _traced(
-    config: Config, model: ModelDef, options: StepOptions, form: Form, count: int
-) -> list[tuple[Microbatch, bool]]:
+def _traced(config: Config, model: ModelDef, form: Form, count: int) -> list[tuple[Microbatch, bool]]:
     def rows_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((form.rows, *leaf.shape[1:]), leaf.dtype)
 
@@ -156,6 +157,7 @@ def _traced(
     stages = (count,) if count else ()
     model = model._replace(shapes={**model.shapes, STACKED: blocks}, layers=form.rows, stages=stages)
     mesh = planned_mesh(config)
+    options = replace(step_options(config, mesh), prefetch=int(form.prefetch), pipeline_cond=not form.masked)
     trace = functools.partial(trace_microbatch, model, options, mesh, batch_of(config, mesh))
     if not form.pipeline:
         return [(trace(accumulate), False)]

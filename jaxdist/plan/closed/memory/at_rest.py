@@ -89,7 +89,8 @@ def _at_rest(config: Config, known: Known) -> AtRest:
         state[IN_HOST_MEMORY] = there
     if options.grad_sync.wire_dtype == "int8":
         state["residual of int8"] = _residual(config, known)
-    state["counts of steps"] = 4 + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(fresh_guard))
+    guard = known.get(("guard",), lambda: jax.eval_shape(fresh_guard))
+    state["counts of steps"] = 4 + sum(leaf.size * leaf.dtype.itemsize for leaf in guard)
     whole_gradients, gathers = known.get(
         ("habits", config.parallel.strategy, options.grad_sync.deterministic), lambda: _habits(options)
     )
