@@ -8,7 +8,7 @@ and beside one replica alone, which learns from its own rows and never meets ano
 it ends, and one that is there already is not repeated.
 hosts: the same model on virtual hosts (root and network namespaces, see scripts/virtual_hosts.py): seconds a step of
 one host alone, of ddp with a ring, and of local SGD with H = 10, beside computation + ring / H. Without a rate, it is
-the one at which the ring takes 0.275 / 0.4 of the computation, as in the case of docs/slow_links.md.
+the one at which the ring takes 0.183 / 0.42 of the computation, as in the textbook's case of three hosts (docs/costs.md).
 """
 
 import argparse
@@ -31,7 +31,7 @@ CONFIG = find_config("quickstart")
 TRAIN = [sys.executable, "-m", "jaxdist.cli.main", "train", "--config", CONFIG]
 QUIET = ("observe.report=false", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000")
 REPLICAS, ROWS = 4, 32
-RATIO = 0.275 / 0.4  # of communication to computation in docs/slow_links.md
+RATIO = 0.183 / 0.42  # of the ring of three hosts to the computation of a host in docs/costs.md
 AVERAGING = "sgd, lr 1"
 OUTER = {
     AVERAGING: "{name: sgd, lr: 1.0, momentum: 0.0}",

@@ -50,12 +50,12 @@ def why_split(model: ModelDef, options: StepOptions, mesh: AnyMesh) -> list[str]
     own = [without_idle(spec, mesh) for spec in spec_leaves(placed_specs(model.specs, mesh))]
     found, no_limit = placed(options), placed(replace(options, min_shard_bytes=0))
     splits = any(_added(spec, layer) - {"pipe"} for spec, layer in zip(no_limit, own, strict=True))
+    undivided = "" if mesh.size == 1 else "no dim divides" if splits else f"{name} splits none"
     reasons = []
     for layer, spec, unlimited in zip(own, found, no_limit, strict=True):
         added = _added(spec, layer)
         causes = {"layer": bool(spec_axes(layer)), "pipe": "pipe" in added, name: bool(added - {"pipe"})}
-        whole = "no dim divides" if splits else f"{name} splits none"
-        whole = small if unlimited != spec else whole if mesh.size > 1 else ""
+        whole = small if unlimited != spec else undivided
         reasons.append(" and ".join(cause for cause, holds in causes.items() if holds) or whole)
     return reasons
 
