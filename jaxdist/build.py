@@ -258,7 +258,7 @@ def with_teacher(parts: Parts, batch: PyTree) -> tuple[Parts, PyTree]:
     if parts.teaching is None:
         return parts, batch
     joint = parts.teaching.joint
-    parts = parts._replace(step=joint.step, target=joint.target, options=joint.options)
+    parts = parts._replace(model=joint.model, step=joint.step, target=joint.target, options=joint.options)
     return parts, joint.with_leaves(batch)
 
 

@@ -27,10 +27,12 @@ from jaxdist.train_step import Metrics, TrainStep
 class Joint(NamedTuple):
     """The step of the student's state with the teacher's table in it, of batches with what the teacher says.
 
+    - model: the student, whose loss has the teacher's part.
     - target: that state as ShapeDtypeStructs with shardings. options: the table is frozen.
     - teacher: a `Teacher`; or the leaves that batches have of its largest logits.
     """
 
+    model: ModelDef
     step: TrainStep
     target: TrainState
     options: StepOptions
@@ -69,7 +71,7 @@ def join(
     model = distilled(student, mixture, table)
     options = replace(options, freeze=(*options.freeze, FROZEN)) if table else options
     step = make_train_step(model, optimizer, mesh, options)
-    return Joint(step, state_target(model, optimizer, mesh, options), options, teacher)
+    return Joint(model, step, state_target(model, optimizer, mesh, options), options, teacher)
 
 
 def of_student(joint: Joint, mesh: AnyMesh, options: StepOptions) -> TrainStep:

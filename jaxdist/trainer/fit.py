@@ -27,6 +27,7 @@ from jaxdist.errors import UserError, nearest
 from jaxdist.init import ParameterSource, Rules, init_state, state_target
 from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
+from jaxdist.observe import read_metrics
 from jaxdist.observe.environment import versions
 from jaxdist.optim.ema import ema_of, with_ema
 from jaxdist.parallel.modules.module_loss import ModuleLoss
@@ -83,8 +84,8 @@ class FitResult(NamedTuple):
     """What `fit` returns.
 
     - state: the last one.
-    - metrics: of the last step, with those of its evaluation; {} where no step was left to take. Numbers, and arrays
-        where a model's `figures` are.
+    - metrics: of the last step, with those of its evaluation; where no step was left to take, the numbers of
+        metrics.jsonl. Numbers, and arrays where a model's `figures` are.
     - stopped: "" after the last step; "patience"; or why it can be taken up again: SIGINT, SIGTERM, train.max_hours.
     - ema: the moving average of the parameters; None without one.
     - run_dir: where it is kept.
@@ -302,7 +303,14 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
     if not complete:
         leave_stop_note(os.environ)
     state, stopped = run.progress.state, stop.why if not complete else "patience" if ending.is_over else ""
-    return FitResult(state, ending.metrics, stopped, given.ema(state), run.outputs.folder)
+    metrics = ending.metrics or _recorded(run.outputs.folder)
+    return FitResult(state, metrics, stopped, given.ema(state), run.outputs.folder)
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """The numbers of the last line of metrics.jsonl, without its time."""
+    lines = read_metrics(folder / "metrics.jsonl")[-1:]
+    return {name: value for line in lines for name, value in line.items() if name not in ("step", "time", "arrays")}
 
 
 def _begin(
@@ -376,7 +384,7 @@ def _why(run: TrainingRun, ending: Ending, stop: StopSignal, *, complete: bool) 
         return f"stopped after step {step} by {stop.why}; the same call with run_dir={run.outputs.folder} goes on"
     if ending.is_over:
         return ending.why(step, "patience")
-    return ""
+    return "" if ending.metrics else f"complete: step {step} was the last"
 
 
 def _header(run: TrainingRun) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 from layouts import SEQ, VOCAB, Case, initial, make_batch, model_config, optimizer
 from levels import levels
 
+from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.distill.model import IDS, LOGSUMEXP, VALUES, Mixture
@@ -27,9 +29,11 @@ from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.options import StepOptions
 from jaxdist.plan.compiled.memory import footprint_of, resident_bytes
+from jaxdist.plan.explain import explain
 from jaxdist.plan.traced.ledger import ledger
 from jaxdist.specs import BATCH_SPEC
 from jaxdist.state import TrainState, place_params
+from jaxdist.trainer.train import train
 
 ROWS = 32
 TEACHER = ModelConfig(style="llama", layers=2, width=64, heads=8, kv_heads=4, vocab=VOCAB, mlp_width=64).resolved()
@@ -230,6 +234,16 @@ def test_a_head_that_is_trained_alone_leaves_the_teacher_as_it_is() -> None:
     joint = join(model, Teacher(model, mesh, options), optimizer(), mesh, options, MIXTURE)
     own = state_target(model, optimizer(), mesh, options)
     assert len(jax.tree.leaves(joint.target.opt_state)) == len(jax.tree.leaves(own.opt_state))
+
+
+def test_explain_has_the_teacher(tmp_path: Path) -> None:
+    """Its table is one of the parameters, with the reason for its layout; a report is drawn from the same."""
+    small = ["model.layers=1", "model.width=16", "model.heads=2", "data.global_batch=4", "data.seq_len=16"]
+    run = ["train.steps=1", "train.eval_every=0", "checkpoint.every=1", "observe.report=false", "devices.simulated=8"]
+    assert train(load_config("configs/distill_quickstart.yaml", [*small, *run]), tmp_path) == 0
+    found = explain(load_config("configs/distill_quickstart.yaml", [*small, f"distill.teacher={tmp_path}"]))
+    rows = {row.path: row.why for row in found.parameters}
+    assert "head.teacher.table" in rows and all(rows.values())
 
 
 def test_the_memory_of_a_step_has_the_teacher_in_it() -> None:

@@ -3,6 +3,8 @@
 import functools
 import itertools
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child import QUICK, environment
 
 from jaxdist.build import assemble
 from jaxdist.config.load import load_config
@@ -58,6 +61,17 @@ def test_mfu_of_the_model_of_the_benchmark_on_a_described_gpu() -> None:
     # 4 blocks of width 128, 256 ids, 32 rows of 128 positions; a step of 2 ms on 8 x 989.4 TFLOP/s.
     by_hand = 32 * 128 * (6 * (4 * 12 * 128**2 + 256 * 128) + 12 * 4 * 128 * 128)
     assert figures.metrics(0.002)["mfu"] == pytest.approx(by_hand / (0.002 * 8 * 989.4e12), rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_before_its_program_is_read_ends_with_0(tmp_path: Path) -> None:
+    """What a step sends is read in a thread; where Python ended meanwhile, the process died in jaxlib."""
+    pipeline = "mesh.pipe=2 mesh.data=2 mesh.fsdp=2 mesh.tensor=1 parallel.microbatches=2 parallel.schedule=zero_bubble"
+    small = "model.layers=2 model.width=32 data.global_batch=8 data.seq_len=32 train.steps=3 train.sample_tokens=0"
+    command = [sys.executable, "-m", "jaxdist.cli.main", "train", "quickstart", *pipeline.split(), *small.split()]
+    command += ["observe.report=false", "train.eval_batches=1", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment() | QUICK, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_clock_takes_less_than_half_a_percent_of_a_step() -> None:

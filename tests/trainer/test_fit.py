@@ -126,6 +126,17 @@ def test_fit_is_the_bare_loop(bare: Loop, tmp_path: Path, monkeypatch: pytest.Mo
     assert done.state.params["w"].sharding.shard_shape((8, 4)) == (1, 4)
 
 
+def test_a_complete_run_says_so_and_has_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, Any] = {"settings": {"checkpoint.every": 3}, "eval_data": batches(2)}
+    done = fit(batches(4), tmp_path, **given)
+    assert "complete: " not in capsys.readouterr().out
+    again = fit(batches(4), tmp_path, **given)
+    same(again.state, done.state)
+    assert "eval/loss" in done.metrics
+    assert again.metrics == {name: float(value) for name, value in done.metrics.items()}
+    assert f"complete: step {STEPS} was the last\n" in capsys.readouterr().out
+
+
 class Stateful:
     """As a StatefulDataLoader: epochs, and a state of its own beside a count of what it has read."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config.shipped import with_examples
-from jaxdist.errors import CommandParser, reports_mistakes
+from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 _EXAMPLES = (
     "jaxdist profile runs/quickstart              # the ten longest items",
@@ -24,10 +24,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist profile") -> in
     parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many items; default: 10")
     options = parser.parse_args(argv)
+    if options.top < 1:
+        raise UserError(f"--top: {options.top}; allowed: 1 or more")
+    if not options.run.is_dir():
+        raise UserError(f"RUN: {str(options.run)!r} is no folder; give the directory of a run")
 
     from jaxdist.trainer.measures.profile import item_table, longest, trace_of  # not before the arguments hold
 
     path = trace_of(options.run)
     print(f"trace: {path}")
-    print("\n".join(item_table(longest(path, max(1, options.top)))))
+    print("\n".join(item_table(longest(path, options.top))))
     return 0

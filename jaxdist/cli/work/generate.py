@@ -148,7 +148,8 @@ def _prompt(line: bytes, where: str) -> str:
         raise UserError(f'{where} is no JSON ({error}); allowed: {{"prompt": TEXT}}') from error
     prompt = found.get("prompt") if isinstance(found, dict) else None
     if not isinstance(prompt, str):
-        raise UserError(f'{where} is {show(found)}; allowed: {{"prompt": TEXT}}')
+        given = f'"prompt" that is {show(prompt)}' if isinstance(found, dict) and "prompt" in found else show(found)
+        raise UserError(f'{where} is {given}; allowed: {{"prompt": TEXT}}')
     return prompt
 
 

@@ -65,7 +65,7 @@ def synthetic(config: Config, mesh: AnyMesh) -> Iterator[dict[str, np.ndarray]]:
         batch = {}
         for name, leaf in shapes.items():
             draw = rng.integers(0, below, leaf.shape) if leaf.dtype.kind in "iub" else rng.standard_normal(leaf.shape)
-            batch[name] = draw.astype(leaf.dtype)
+            batch[name] = (np.ones(leaf.shape) if name == "weights" else draw).astype(leaf.dtype)
         yield ragged(batch)
 
 

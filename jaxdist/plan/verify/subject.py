@@ -136,8 +136,10 @@ def _rounds_to(equation: Any) -> int:
         [max(1, jnp.finfo(atom.aval.dtype).bits // 8) for atom in atoms if _is_inexact(atom.aval)]
         for atoms in (equation.invars, equation.outvars)
     )
-    if equation.primitive.name == "convert_element_type" and (not old or old <= new):
-        return 8
+    if equation.primitive.name == "convert_element_type":
+        number = equation.invars[0].aval
+        if not old or old <= new or (number.weak_type and not number.shape):  # Python's, which an array takes
+            return 8
     return min(new, default=8)
 
 

@@ -35,7 +35,8 @@ class StepFigures:
         target = self._plan.parts.target
         traced = None if self._sent == 0 else self._plan.parts.step.trace(target, batch).jaxpr
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
-        self._thread = threading.Thread(target=self._read, args=(traced, like), name="jaxdist-figures", daemon=True)
+        # No daemon: while it traces, Python may not end, or the process dies in jaxlib after its run is complete.
+        self._thread = threading.Thread(target=self._read, args=(traced, like), name="jaxdist-figures")
         self._thread.start()
 
     def _read(self, traced: Any, batch: PyTree) -> None:

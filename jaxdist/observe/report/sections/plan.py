@@ -40,7 +40,7 @@ def compared(record: RunRecord) -> list[Compared]:
     rows = [Compared(name, "s", seconds, None) for name, seconds in parts.items()]
     total = record.step_s if math.isfinite(record.step_s) else None
     rows.append(Compared("a step", "s", float(choice["seconds"]), total))
-    for name, words in (("data", "waiting for data"), ("host", "the host's own work")):
+    for name, words in (("data", "waiting for the next batch"), ("host", "the host's own work")):
         rows.append(Compared(words, "s", None, spent.get(name, 0.0) / steps if steps else None))
     peak, sent = choice.get("peak_bytes"), curve(record.metrics, "sent_bytes").values
     rows.append(Compared("memory of a device", "B", _known(peak), measured_peak(record)))
