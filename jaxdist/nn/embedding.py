@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import active_axes, pmax, psum, rank, to_varying, varying_axes
+from jaxdist.errors import UserError
 from jaxdist.mesh import traced_for_gpus
 from jaxdist.nn.context.positions import own_context
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
@@ -75,6 +76,11 @@ class PositionEmbed(nnx.Module):
         length, positions_BS: of the whole sequence.
         """
         rows = self.table[...]
+        if length > rows.shape[0]:
+            raise UserError(
+                f"max_length: {rows.shape[0]} positions, and rows of a batch have {length} tokens; allowed: at most so"
+                " many, or a model with a larger max_length"
+            )
         if positions_BS is None:
             rows, dim = own_context(rows[:length], dim=0), 0
         else:

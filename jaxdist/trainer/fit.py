@@ -308,9 +308,9 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """The numbers of the last line of metrics.jsonl, without its time."""
+    """The numbers of the last line of metrics.jsonl."""
     lines = read_metrics(folder / "metrics.jsonl")[-1:]
-    return {name: value for line in lines for name, value in line.items() if name not in ("step", "time", "arrays")}
+    return {name: value for line in lines for name, value in line.items() if name not in ("step", "arrays")}
 
 
 def _begin(

@@ -5,13 +5,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import oracle
 import pytest
 from layouts import Case, check_wide
 from levels import levels
 
+from jaxdist import init_state, make_mesh, make_train_step
 from jaxdist.config.load import load_config
+from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
+from jaxdist.models.gpt import gpt
 from jaxdist.nn.attention.kernels import attention, cudnn_attention
 from jaxdist.trainer.resume import check_identity
 
@@ -90,3 +94,13 @@ def test_older_records_are_of_models_without_these_options() -> None:
     assert check_identity(saved, now, Path()) == {}
     with pytest.raises(UserError, match=r"^model\.window: 3, but the run in \. was started with None"):
         check_identity(saved, {"model": now["model"] | {"window": 3}}, Path())
+
+
+def test_rows_that_are_longer_than_the_positions_are_one_line() -> None:
+    model = gpt(ModelConfig(layers=1, width=16, heads=2, vocab=16), max_length=16)
+    batch = {name: jnp.zeros((2, 32), jnp.int32) for name in ("inputs", "targets")}
+    batch["weights"] = jnp.ones((2, 32))
+    mesh, optimizer = make_mesh(), optax.sgd(0.1)
+    state = init_state(model, optimizer, mesh, strategy="ddp")
+    with pytest.raises(UserError, match=r"^max_length: 16 positions, and rows of a batch have 32 tokens; allowed"):
+        make_train_step(model, optimizer, mesh, strategy="ddp")(state, batch)

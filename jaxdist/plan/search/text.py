@@ -37,7 +37,7 @@ def search_text(plan: LayoutPlan) -> str:
         lines += ["", f"Asked: {each.layout.name()}: {duration(each.seconds.total)} a step, {plan.asked.why}"]
         lines += _parts(each)
     if plan.others:
-        lines += ["", "Why the nearest others lost:"]
+        lines += ["", "Why the nearest others lost, beside the choice:"]
         rows = [(each.candidate.layout.name(), _time(each.candidate), each.why) for each in plan.others]
         lines += [f"  {line}" for line in aligned(rows, right=(1,))]
     if plan.turns:
@@ -88,7 +88,8 @@ def _ties(members: Sequence[Predicted], plan: LayoutPlan) -> list[str]:
     ]
     more = [f"  ... and {len(members) - 1 - SHOWN_TIES} more"] if len(members) > SHOWN_TIES + 1 else []
     return [
-        f"As fast, within {spread}, which these predictions cannot tell apart; the choice is the simplest:",
+        f"As fast: within {spread} of the fastest, {duration(plan.tie.fastest)}, which these predictions cannot tell"
+        " apart; the choice is the simplest:",
         *(f"  {line}" for line in aligned(rows, right=(1, 2))),
         *more,
     ]
