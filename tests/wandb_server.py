@@ -98,15 +98,17 @@ def synced(folder: Path) -> Synced:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         own = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_ERROR_REPORTING": "false"}
-        done = subprocess.run(
-            [sys.executable, "-m", "wandb", "sync", "--yes", str(folder)],
-            env=os.environ | own,
-            cwd=folder.parent,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        server.shutdown()
-        thread.join()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "wandb", "sync", "--yes", str(folder)],
+                env=os.environ | own,
+                cwd=folder.parent,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+        finally:
+            server.shutdown()
+            thread.join()
     assert done.returncode == 0 and "Finished syncing" in done.stderr, done.stderr
     return server.found

@@ -76,7 +76,7 @@ class PositionEmbed(nnx.Module):
         length, positions_BS: of the whole sequence.
         """
         rows = self.table[...]
-        if length > rows.shape[0]:
+        if positions_BS is None and length > rows.shape[0]:
             raise UserError(
                 f"max_length: {rows.shape[0]} positions, and rows of a batch have {length} tokens; allowed: at most so"
                 " many, or a model with a larger max_length"

@@ -320,9 +320,11 @@ def _drawn(build: Callable[[nnx.Rngs], Any], param_dtype: Any, key: jax.Array) -
 def _shapes(param_dtype: Any, layers: int, **states: Any) -> PyTree:
     """The parameters as `_drawn` gives them, by the state of each part; that of the blocks is of one of them."""
 
+    dtype = jax.dtypes.canonicalize_dtype(param_dtype)
+
     def whole(part: str, state: Any) -> PyTree:
         lead = (layers,) if part == STACKED else ()
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), param_dtype), nnx.to_pure_dict(state))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), dtype), nnx.to_pure_dict(state))
 
     return {part: whole(part, state) for part, state in states.items()}
 

@@ -28,6 +28,7 @@ from jaxdist.runtime.watch.blame import LEAST_LIMIT_S
 
 # Threads of XLA:CPU for each simulated device: steps are sent ahead, and each of their collectives holds one.
 THREADS_ALONE, THREADS_IN_A_JOB = 2, 8
+OWN_THREADS = "JAXDIST_NPROC"  # the NPROC that a process has set: those that it starts do not take it for a user's
 
 
 def heartbeat_s(watchdog_s: float | None) -> int:
@@ -77,13 +78,17 @@ def expected_backend(devices: DevicesConfig) -> str:
     return "gpu" if plugin and not only_cpu else "cpu"
 
 
-def choose_platform(devices: DevicesConfig, threads: int = THREADS_ALONE) -> None:
+def choose_platform(devices: DevicesConfig, *, in_job: bool = False) -> None:
     """Set the platform, the number of simulated CPU devices and the threads of each. When JAX has its devices already,
-    as in a notebook, they stay, and the mesh must fit them."""
-    with contextlib.suppress(RuntimeError):  # JAX refuses to change their number then
+    as in a notebook, they stay, and the mesh must fit them.
+
+    in_job: whether the devices wait for those of other processes, too.
+    """
+    if not has_devices():
         jax.config.update("jax_num_cpu_devices", devices.simulated)
         if devices.simulated > 1 and expected_backend(devices) == "cpu":
-            give_threads(threads * devices.simulated, os.environ, cores=len(os.sched_getaffinity(0)))
+            threads = (THREADS_IN_A_JOB if in_job else THREADS_ALONE) * devices.simulated
+            give_threads(threads, os.environ, cores=len(os.sched_getaffinity(0)))
     if devices.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     elif devices.platform == "gpu":
@@ -107,8 +112,10 @@ def give_threads(threads: int, environment: MutableMapping[str, str], *, cores: 
     as there are cores or devices. On few cores the collectives of a device then left each other without one, and the
     process hung (jax 0.12). More threads cost speed: 16 in place of 8 took 5 % of the quickstart's on two cores.
     """
-    if threads > cores:
-        environment.setdefault("NPROC", str(threads))
+    if environment.get("NPROC") == environment.pop(OWN_THREADS, None):
+        environment.pop("NPROC", None)
+    if threads > cores and "NPROC" not in environment:
+        environment["NPROC"] = environment[OWN_THREADS] = str(threads)
 
 
 def _count(devices: DevicesConfig) -> int:
@@ -148,7 +155,7 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
         take_memory(os.environ)
     job = find_job(os.environ)
     devices = config.devices if job is None else of_each_process(config, job.processes)
-    choose_platform(devices, THREADS_ALONE if job is None else THREADS_IN_A_JOB)
+    choose_platform(devices, in_job=job is not None)
     if job is not None and not jax.distributed.is_initialized():
         join_job(job, heartbeat_s(config.train.watchdog_s))
     _greet(config.devices)

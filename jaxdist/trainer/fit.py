@@ -298,12 +298,12 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
             if why := _why(run, ending, stop, complete=complete):
                 run.outputs.console.line(why)
             run.outputs.console.line(f"run directory: {run.outputs.folder}")
+            metrics = ending.metrics or (_recorded(run.outputs.folder) if complete else {})
             anywhere(False)  # all stay until the last is done, with watch and signal handlers
             watch.close()
     if not complete:
         leave_stop_note(os.environ)
     state, stopped = run.progress.state, stop.why if not complete else "patience" if ending.is_over else ""
-    metrics = ending.metrics or _recorded(run.outputs.folder)
     return FitResult(state, metrics, stopped, given.ema(state), run.outputs.folder)
 
 

@@ -78,10 +78,14 @@ def work_of(run: TrainingRun) -> Work:
 
 def loop(run: TrainingRun, work: Work, stop: StopSignal) -> tuple[int, bool]:
     """Train to the last step, or until asked to stop. Returns the last step, and whether the run is complete."""
+    started = session_start(stop.started)
+    with closing(StepFigures(run.plan, run.outputs.console.line)) as figures:
+        return _loop(run, work, stop, Measured(Clock(*work.per_step, started=started), figures))
+
+
+def _loop(run: TrainingRun, work: Work, stop: StopSignal, measured: Measured) -> tuple[int, bool]:
     config, watch = run.plan.config, run.watch
     spikes = Spikes(config.train.loss_spike)
-    started = session_start(stop.started)
-    measured = Measured(Clock(*work.per_step, started=started), StepFigures(run.plan, run.outputs.console.line))
     while True:
         try:
             return steps(run, work, spikes, stop, measured)

@@ -98,10 +98,10 @@ UNTRIED = ("kubectl create secret",)  # no test runs this: it needs a cluster
 
 
 @cache
-def options(name: str) -> str:
-    """What `jaxdist NAME --help` prints."""
+def options(*names: str) -> str:
+    """What `jaxdist NAME --help` prints, or that of one of its parts."""
     with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
-        main([name, "--help"])
+        main([*names, "--help"])
     return printed.getvalue()
 
 
@@ -121,7 +121,7 @@ def check_command(words: list[str]) -> None:
         return
     assert name in COMMANDS, words
     own = [*itertools.takewhile(lambda word: word != "--", rest)]
-    said = options(name)
+    said = options(name, *(rest[:1] if name in ("checkpoint", "lab") else ()))
     assert all(re.search(rf"(?<![\w-]){word}\b", said) for word in own if word.startswith("-")), (own, said)
     if name == "train" and "--list" not in own:
         first = own[own.index("--config") + 1] if "--config" in own else own[0]
@@ -146,6 +146,10 @@ def kind_of(page: str, text: str) -> str:
         if any(text in (ROOT / path).read_text(encoding="utf-8") for path in EXAMPLES):
             return "file"
     if page in WHOLE or any(text.startswith(start) for start in TESTED):
+        with suppress(UserError) if "\nerror: " in text else nullcontext():  # a mistake is what it shows
+            for line in lines_of(text):
+                if line.startswith("$ ") and (words := command_of(line[2:])):
+                    check_command(words)
         return "tested"
     if text.startswith(UNTRIED):
         return "untried"

@@ -7,7 +7,7 @@ import pytest
 from child import environment
 
 from jaxdist.config.load import load_config
-from jaxdist.runtime.start import THREADS_ALONE, THREADS_IN_A_JOB, give_threads, of_each_process
+from jaxdist.runtime.start import OWN_THREADS, THREADS_ALONE, THREADS_IN_A_JOB, give_threads, of_each_process
 
 
 @pytest.mark.parametrize(
@@ -29,27 +29,40 @@ def test_processes_of_a_job_share_the_simulated_devices(
 
 
 def test_simulated_devices_have_threads_of_their_own() -> None:
-    for cores, given in ((2, {"NPROC": "16"}), (16, {})):
+    for cores, given in ((2, "16"), (16, None)):
         variables: dict[str, str] = {}
         give_threads(16, variables, cores=cores)
-        assert variables == given
+        assert variables.get("NPROC") == given
     variables = {"NPROC": "3"}
     give_threads(16, variables, cores=2)
     assert variables == {"NPROC": "3"}, "what a user has set stays"
 
 
+def test_a_process_does_not_keep_the_threads_of_the_one_that_started_it() -> None:
+    variables: dict[str, str] = {}
+    for threads, given in ((16, "16"), (64, "64"), (2, None)):
+        give_threads(threads, variables, cores=2)
+        assert variables.get("NPROC") == given
+
+
 @pytest.mark.parametrize(
-    ("simulated", "job", "given"),
-    [(8, "", 8 * THREADS_ALONE), (8, ", start.THREADS_IN_A_JOB", 8 * THREADS_IN_A_JOB), (1, "", None)],
+    ("before", "simulated", "job", "given"),
+    [
+        ("", 8, "", 8 * THREADS_ALONE),
+        ("", 8, ", in_job=True", 8 * THREADS_IN_A_JOB),
+        ("", 1, "", None),
+        ("start.jax.config.update('jax_num_cpu_devices', 8); start.jax.devices()", 8, "", None),
+    ],
 )
-def test_they_are_given_before_jax_starts(simulated: int, job: str, given: int | None) -> None:
+def test_they_are_given_before_jax_starts(before: str, simulated: int, job: str, given: int | None) -> None:
     program = (
         "import os, jaxdist.runtime.start as start\n"
         "from jaxdist.config.schema import DevicesConfig\n"
         "start.os.sched_getaffinity = lambda pid: {0, 1}\n"
+        f"{before}\n"
         f"start.choose_platform(DevicesConfig(simulated={simulated}){job})\n"
         "print(os.environ.get('NPROC'), start.jax.device_count())\n"
     )
-    clean = {name: text for name, text in environment().items() if name != "NPROC"}
+    clean = {name: text for name, text in environment().items() if name not in ("NPROC", OWN_THREADS)}
     done = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True)
     assert done.stdout == f"{given} {simulated}\n"

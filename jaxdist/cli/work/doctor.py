@@ -195,8 +195,9 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
 def run_doctor(options: Namespace) -> int:
     """Print what is found. Exit status: 0 nothing is wrong, 1 there are findings, 2 no job can be joined."""
     try:
-        choose_platform(DevicesConfig(platform=options.platform, simulated=options.simulated))
         job = find_job(os.environ)
+        devices = DevicesConfig(platform=options.platform, simulated=options.simulated)
+        choose_platform(devices, in_job=job is not None)
         if job is not None:
             join_job(job)
     except MissingPeers as error:

@@ -123,9 +123,22 @@ def narrowing(jaxpr: Any, *, casts: bool = False) -> tuple[int, list[str]]:
         if casts and site.equation.primitive.name != "convert_element_type":
             continue
         if (own := _rounds_to(site.equation)) < 8:
-            if not (line := source_of(site.equation, ())).startswith(f"{PACKAGE.name}/"):
+            line = source_of(site.equation, ())
+            if not line.startswith(f"{PACKAGE.name}/") and not _is_a_rate(site.equation, line):
                 size, lines[line] = min(size, own), None
     return size, list(lines)
+
+
+def _is_a_rate(equation: Any, line: str) -> bool:
+    """Whether an equation makes an optimizer's Python number, such as a rate, a float32: one that no line of ours or of
+    a user's has written."""
+    number = equation.invars[0].aval
+    return (
+        line == "unknown"
+        and equation.primitive.name == "convert_element_type"
+        and number.weak_type
+        and not number.shape
+    )
 
 
 def _rounds_to(equation: Any) -> int:
@@ -136,10 +149,8 @@ def _rounds_to(equation: Any) -> int:
         [max(1, jnp.finfo(atom.aval.dtype).bits // 8) for atom in atoms if _is_inexact(atom.aval)]
         for atoms in (equation.invars, equation.outvars)
     )
-    if equation.primitive.name == "convert_element_type":
-        number = equation.invars[0].aval
-        if not old or old <= new or (number.weak_type and not number.shape):  # Python's, which an array takes
-            return 8
+    if equation.primitive.name == "convert_element_type" and (not old or old <= new):
+        return 8
     return min(new, default=8)
 
 

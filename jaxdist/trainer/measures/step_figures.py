@@ -25,6 +25,7 @@ class StepFigures:
         self._devices = [device for device in plan.mesh.local_devices if device.memory_stats() is not None]
         self._peak = peak_flops(plan.mesh.devices.flat[0].device_kind, plan.parts.options.precision)
         self._thread: threading.Thread | None = None
+        self._closed = False
         self._flops: float | None = None
         self._sent: int | None = 0 if plan.mesh.size == 1 else None
 
@@ -35,9 +36,15 @@ class StepFigures:
         target = self._plan.parts.target
         traced = None if self._sent == 0 else self._plan.parts.step.trace(target, batch).jaxpr
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
-        # No daemon: while it traces, Python may not end, or the process dies in jaxlib after its run is complete.
+        # No daemon: while it traces, Python may not end, or the process dies in jaxlib. `close` waits for it.
         self._thread = threading.Thread(target=self._read, args=(traced, like), name="jaxdist-figures")
         self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the thread, which then begins with no other figure."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join()
 
     def _read(self, traced: Any, batch: PyTree) -> None:
         parts = self._plan.parts
@@ -46,7 +53,7 @@ class StepFigures:
                 self._flops = model_flops(
                     parts.model, parts.target.params, parts.target.model_state, batch, precision=parts.options.precision
                 )
-        if traced is not None:
+        if traced is not None and not self._closed:
             with self._told("sent_bytes"):
                 sent = ledger_of(without_dead_code(traced), parts.target).wire_bytes
                 self._sent = round(sent + self._outer_steps(batch))
