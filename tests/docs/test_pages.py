@@ -121,7 +121,8 @@ def check_command(words: list[str]) -> None:
         return
     assert name in COMMANDS, words
     own = [*itertools.takewhile(lambda word: word != "--", rest)]
-    said = options(name, *(rest[:1] if name in ("checkpoint", "lab") else ()))
+    parts = name in ("checkpoint", "lab") and not rest[0].startswith("-")  # a command of its own
+    said = options(name, *rest[:parts])
     assert all(re.search(rf"(?<![\w-]){word}\b", said) for word in own if word.startswith("-")), (own, said)
     if name == "train" and "--list" not in own:
         first = own[own.index("--config") + 1] if "--config" in own else own[0]
