@@ -53,5 +53,6 @@ def test_it_is_taken_on_gpus_before_jax_starts(
     monkeypatch.setattr(start, "expected_backend", lambda devices: backend)
     monkeypatch.setattr(start, "has_devices", lambda: devices)
     monkeypatch.setattr(start, "set_flags", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(start, "choose_platform", lambda *arguments, **keywords: None)
     start.start(load_config(QUICKSTART, []))
     assert (os.environ.pop(VARIABLE, None) == str(SHARE)) == taken
