@@ -15,16 +15,15 @@ from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.model import ModelDef
 from jaxdist.nn.loss import loss_chunk
-from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.parallel.strategies._moves import Moves
-from jaxdist.plan.closed.leaves import Known, model_key, placing_key, planned_mesh
+from jaxdist.plan.closed.leaves import Known, model_key, planned_mesh
 from jaxdist.plan.closed.microbatch import Microbatch, in_a_stage, one_tick, trace_microbatch
 from jaxdist.plan.closed.shares import Share
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.precision.policy import precision_of
-from jaxdist.specs import STACKED, Shard, named_leaves, shard_of
+from jaxdist.specs import STACKED, Shard, shard_of
 
 
 class Form(NamedTuple):
@@ -89,7 +88,7 @@ def microbatches_of(
     # The size of `fsdp` does not matter where it splits the same parameters.
     for size, smallest in ((2 if fsdp % 2 == 0 or fsdp == 1 else fsdp, least if form.prefetch else 0), (fsdp, least)):
         alone = _one_microbatch(config, size, smallest, moves, form, rows=known.primes(config)[0])
-        split = known.get(("split", *model_key(alone), *placing_key(alone)), functools.partial(_split, alone, known))
+        split = {leaf.name: shard_of(leaf.spec) for leaf in known.leaves(alone)}
         if all(_same(share, split[share.name], form) for share in shares):
             break
     kept = (config.memory.remat, parallel.reshard_after_forward, parallel.grad_sync.deterministic)
@@ -104,13 +103,6 @@ def microbatches_of(
         count,
     )
     return known.get(("microbatch", *key), lambda: _traced(alone, known.model(alone), form, count))
-
-
-def _split(config: Config, known: Known) -> dict[str, Shard | None]:
-    """{name: the shard} of each parameter of a configuration."""
-    mesh, model = planned_mesh(config), known.model(config)
-    specs = get_strategy(step_options(config, mesh)).place(model.shapes, model.specs, mesh)
-    return {name: shard_of(spec) for name, spec in named_leaves(specs)}
 
 
 def _one_microbatch(config: Config, fsdp: int, least: int, moves: Moves, form: Form, *, rows: int) -> Config:
