@@ -8,7 +8,7 @@ and beside one replica alone, which learns from its own rows and never meets ano
 it ends, and one that is there already is not repeated.
 hosts: the same model on virtual hosts (root and network namespaces, see scripts/virtual_hosts.py): seconds a step of
 one host alone, of ddp with a ring, and of local SGD with H = 10, beside computation + ring / H. Without a rate, it is
-the one at which the ring takes 0.183 / 0.42 of the computation, as in the textbook's case of three hosts (docs/costs.md).
+the one at which the ring takes 0.183 / 0.42 of the computation: the textbook's case of three hosts (docs/costs.md).
 """
 
 import argparse
