@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxdist.errors import UserError, nearest
 
@@ -103,9 +103,17 @@ def check_mesh(mesh: Any) -> None:
     raise UserError(f"mesh: {told}; allowed: what jaxdist.make_mesh makes; give jaxdist.make_mesh({given})")
 
 
-def abstract_mesh(**sizes: int) -> AbstractMesh:
-    """A mesh without devices, of any size, for layouts and traces on any machine."""
-    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def abstract_mesh(*, platform: str | None = None, **sizes: int) -> AbstractMesh:
+    """A mesh without devices, of any size, for layouts and traces on any machine.
+
+    platform: "gpu" for traces of what GPUs run (`traced_for_gpus`).
+    """
+    return AbstractMesh(
+        tuple(sizes.get(axis, 1) for axis in AXES),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+        abstract_device=AbstractDevice(platform, None, platform) if platform else None,
+    )
 
 
 def has_host_memory(mesh: AnyMesh) -> bool:

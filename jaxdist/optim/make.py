@@ -34,7 +34,7 @@ def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
         made = registry.function(_HERE, config.schedule, config, key=key, steps=after)(config, steps=after)
         if not callable(made):
             raise UserError(f"{key}: {config.schedule!r} gives a {type(made).__name__}; allowed: step -> learning rate")
-        return made
+        return lambda count: made(jnp.asarray(count, jnp.int32))
 
     warmup = warmup_of(config.warmup_steps, steps)
     after, final = max(1, steps - warmup - 1), config.lr * config.final_lr_ratio
@@ -43,11 +43,11 @@ def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
         "linear": lambda: optax.linear_schedule(config.lr, final, after),
         "constant": lambda: optax.constant_schedule(config.lr),
     }.get(config.schedule, own)()
-    if not warmup:
-        return tail
     # Step 0 must change the parameters, so it has lr / warmup, the first of so many equal rises.
-    rise = optax.linear_schedule(config.lr / warmup, config.lr, max(1, warmup - 1))
-    return optax.join_schedules([rise, tail], [warmup])
+    rise = optax.linear_schedule(config.lr / max(1, warmup), config.lr, max(1, warmup - 1))
+    schedule = optax.join_schedules([rise, tail], [warmup]) if warmup else tail
+    # An integer divided by another is a float32, also where floats have 64 bits (`jaxdist verify`).
+    return lambda count: schedule(jnp.asarray(count, float))
 
 
 def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:

@@ -23,7 +23,8 @@ def _loss_chunk(config: Config) -> Overrides:
     if "loss_chunk" not in vars(config.model):
         return {}
     mesh, asked = config.mesh, config.model.loss_chunk
-    tokens = config.data.global_batch * config.data.seq_len // (mesh.data * mesh.fsdp * config.parallel.microbatches)
+    devices = mesh.data * mesh.fsdp * mesh.expert * mesh.context  # those that have tokens of their own
+    tokens = config.data.global_batch * config.data.seq_len // (devices * config.parallel.microbatches)
     chunk = asked // 2 if asked else max(128, tokens // 8 // 128 * 128)  # what matrix units like
     return {"model.loss_chunk": chunk} if 0 < chunk < tokens else {}
 

@@ -6,11 +6,12 @@ flags are tried first, in a process of their own that starts no devices (a third
 flags, without a GPU plugin, so this works on every machine. docs/compiler.md has the same table, and advice on others.
 """
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -168,6 +169,18 @@ def set_options(config: Config, backend: str) -> None:
         untouched = each.name.upper() not in os.environ and str(jax.config.values[each.name]) == "UNKNOWN"
         if not each.name.startswith("--") and untouched:
             jax.config.update(each.name, each.value)
+
+
+@contextlib.contextmanager
+def compiling_for(config: Config, backend: str) -> Iterator[None]:
+    """A context in which `set_options` is done, for a process that compiles several configurations."""
+    before = {each.name: jax.config.values[each.name] for each in PRESETS[backend] if not each.name.startswith("--")}
+    set_options(config, backend)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def settings() -> dict[str, Any]:

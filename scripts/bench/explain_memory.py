@@ -1,11 +1,13 @@
 """The memory of a step as `explain` estimates it, and in closed form, beside what the compiler takes, for random
 configurations.
 
-    python scripts/bench/explain_memory.py [--count 50] [--seed 0] [--json OUT] [--again JSON]
+    python scripts/bench/explain_memory.py [--count 50] [--seed 0] [--gpu h200] [--json OUT] [--again JSON]
 
 Small GPTs in fp32 on 8 simulated CPU devices: random meshes, strategies, pipelines, remat modes and optimizers. (In
 bf16 XLA:CPU keeps wide copies, which other devices do not.) A line for each: compiled peak / estimate, compiled peak /
-closed form, and what it is. --again: closed forms anew for the configurations of such a file, compiled peaks from it.
+closed form, and what it is. --gpu: GPTs of 0.1 to 1 billion parameters, each in a random one of the layouts that
+`jaxdist plan` tries on 8 GPUs, compiled ahead of time (jaxdist[aot]); those that do not fit are drawn again. --again:
+closed forms anew for the configurations of such a file, compiled peaks from it.
 """
 
 import argparse
@@ -22,7 +24,8 @@ from typing import Any
 
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART, FOR_GPUS = CONFIGS / "quickstart.yaml", CONFIGS / "gpt_355m_h200.yaml"
 DEVICES = 8
 OPTIMIZERS = ("adamw", "adamw", "sgd", "lion", "adafactor", "muon")
 
@@ -53,16 +56,67 @@ def drawn(rng: random.Random) -> list[str]:
     return [f"{key}={value}" for key, value in chosen.items()]
 
 
-def measured(overrides: list[str]) -> dict[str, Any]:
-    """Estimate and compiled peak of one configuration. Raises `UserError` if it is not allowed."""
+def drawn_for_gpus(rng: random.Random) -> list[str]:
+    """Overrides of a configuration for GPUs: a random model, in a random layout of those that the planner tries."""
     from jaxdist.config.load import load_config
+    from jaxdist.plan.changes import typed
+    from jaxdist.plan.search.space import layouts
+
+    pick = rng.choice
+    width = pick((768, 1024, 2048))
+    model: dict[str, Any] = {
+        "model.style": pick(("gpt2", "llama")),
+        "model.layers": pick((8, 16)),
+        "model.width": width,
+        "model.heads": width // 64,
+        "model.vocab": pick((32000, 50304)),
+        "data.seq_len": pick((512, 1024, 2048)),
+        "data.global_batch": pick((32, 64)),
+        "optimizer.name": pick(("adamw", "adamw", "sgd", "lion")),
+        "precision.policy": pick(("bf16", "bf16", "fp32")),
+        "precision.reduce_dtype": "null",
+    }
+    overrides = [f"{key}={value}" for key, value in model.items()]
+    config = load_config(FOR_GPUS, overrides, planned=True)
+    family = pick(list(layouts(config, DEVICES, per_host=DEVICES, halves=False)))
+    layout = {key: "null" if value is None else value for key, value in pick(family).values.items()}
+    return overrides + [typed(key, value) for key, value in layout.items() if value != ()]
+
+
+def loaded(overrides: list[str], gpu: str | None) -> Any:
+    """The configuration of these overrides. Raises `UserError` if it is not allowed."""
+    from jaxdist.config.load import load_config
+    from jaxdist.plan.search.space import with_prefetch
+
+    if not gpu:
+        return load_config(QUICKSTART, overrides, planned=True)
+    return with_prefetch(load_config(FOR_GPUS, overrides, planned=True), gpu=True)
+
+
+def compiled_for(config: Any, gpu: str) -> int:
+    """The peak of a step that is compiled ahead of time. Raises `UserError` if it is more than the memory."""
+    from jaxdist.plan.compiled import ahead_of_time, hardware
+    from jaxdist.runtime.compiler import compiling_for
+
+    kind = hardware.get_gpu(gpu)
+    description = ahead_of_time.target_config(kind, ahead_of_time.plugin_library())
+    mesh = ahead_of_time.mesh_of(config, description, hosts=1, gpus_per_host=DEVICES)
+    with compiling_for(config, "gpu"):
+        planned = ahead_of_time.compile_ahead(config, kind, mesh, (kind.rates, kind.realistic))
+    if planned.footprint.peak > kind.usable:
+        raise UserError(f"it takes {planned.footprint.peak:,} bytes")
+    return planned.footprint.peak
+
+
+def measured(overrides: list[str], gpu: str | None) -> dict[str, Any]:
+    """Estimate and compiled peak of one configuration. Raises `UserError` if it is not allowed, or does not fit."""
     from jaxdist.plan.explain import COMPILED_PEAK, ESTIMATED_PEAK, NOT_HERE, explain
 
     begun = time.perf_counter()
-    config = load_config(QUICKSTART, overrides, planned=True)
+    config = loaded(overrides, gpu)
     found = explain(config).memory  # on a mesh without devices
     del found[NOT_HERE]  # which is made of what is measured here
-    found[COMPILED_PEAK] = explain(config, compiled=True).memory[COMPILED_PEAK]
+    found[COMPILED_PEAK] = compiled_for(config, gpu) if gpu else explain(config, compiled=True).memory[COMPILED_PEAK]
     ratio = found[COMPILED_PEAK] / found[ESTIMATED_PEAK]
     return {"overrides": " ".join(overrides), "memory": found, "ratio": ratio, "seconds": time.perf_counter() - begun}
 
@@ -75,13 +129,12 @@ def summary(ratios: list[float]) -> dict[str, Any]:
     return {"configurations": len(ratios), "within 5 %": near, **spread, "most": max(ratios)}
 
 
-def closed(found: dict[str, Any], known: Any) -> dict[str, Any]:
+def closed(found: dict[str, Any], known: Any, gpu: str | None) -> dict[str, Any]:
     """`found`, with the closed form of its configuration. known: a `jaxdist.plan.closed.leaves.Known`."""
-    from jaxdist.config.load import load_config
     from jaxdist.plan.closed.memory.peak import PEAK, memory_of
     from jaxdist.plan.explain import COMPILED_PEAK
 
-    config = load_config(QUICKSTART, found["overrides"].split(), planned=True)
+    config = loaded(found["overrides"].split(), gpu)
     memory = memory_of(config, known)
     begun = time.process_time()
     memory_of(config, known)
@@ -90,7 +143,7 @@ def closed(found: dict[str, Any], known: Any) -> dict[str, Any]:
     return found | {"closed": memory, "closed_ratio": ratio, "closed_seconds": again}
 
 
-def configurations(count: int, seed: int, again: Path | None) -> Iterator[dict[str, Any]]:
+def configurations(count: int, seed: int, gpu: str | None, again: Path | None) -> Iterator[dict[str, Any]]:
     """Random configurations with their estimates and compiled peaks, or those of a file."""
     if again:
         yield from json.loads(again.read_text())["configurations"]
@@ -98,7 +151,7 @@ def configurations(count: int, seed: int, again: Path | None) -> Iterator[dict[s
     rng, found = random.Random(seed), 0
     while found < count:
         try:
-            yield measured(drawn(rng))
+            yield measured(drawn_for_gpus(rng) if gpu else drawn(rng), gpu)
             found += 1
         except UserError:  # such a one does not exist: draw again
             continue
@@ -110,6 +163,7 @@ def main() -> int:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", help="such as h200")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--again", type=Path)
     arguments = parser.parse_args()
@@ -120,8 +174,8 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     found, known = list[dict[str, Any]](), Known()
-    for each in configurations(arguments.count, arguments.seed, arguments.again):
-        found.append(each := closed(each, known))
+    for each in configurations(arguments.count, arguments.seed, arguments.gpu, arguments.again):
+        found.append(each := closed(each, known, arguments.gpu))
         ratios = f"{each['ratio']:.3f} {each['closed_ratio']:.3f}"
         print(f"{ratios} ({each['seconds']:.0f} s)  {each['overrides']}", flush=True)
     sums = {"summary": summary([each["ratio"] for each in found])}
@@ -129,6 +183,7 @@ def main() -> int:
     print(json.dumps(sums))
     if arguments.json:
         command = f"scripts/bench/explain_memory.py --count {arguments.count} --seed {arguments.seed}"
+        command += f" --gpu {arguments.gpu}" if arguments.gpu else ""
         head: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d")}
         head |= {"jax": jax.__version__, "jaxlib": version("jaxlib"), "python": platform.python_version()}
         if arguments.again:

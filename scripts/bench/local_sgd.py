@@ -1,7 +1,7 @@
 """What does local SGD cost in held-out loss, and what does it save on a slow network? Two measurements:
 
-    python scripts/bench/local_sgd.py losses [--seeds 3] [--every 1 10 50] [--json OUT] [section.key=value ...]
-    python scripts/bench/local_sgd.py hosts [-n 3] [--rate KBIT] [--json OUT] [section.key=value ...]
+    python scripts/bench/local_sgd.py losses [--seeds 3] [--every 1 10 50] [--rows 32] [--json OUT] [section.key=value]
+    python scripts/bench/local_sgd.py hosts [-n 3] [--rate KBIT] [--json OUT] [section.key=value]
 
 losses: the quickstart as four replicas that meet every H steps, by each outer optimizer, beside the same steps of ddp
 and beside one replica alone, which learns from its own rows and never meets another. With --json each run is written as
@@ -31,6 +31,7 @@ CONFIG = find_config("quickstart")
 TRAIN = [sys.executable, "-m", "jaxdist.cli.main", "train", "--config", CONFIG]
 QUIET = ("observe.report=false", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000")
 REPLICAS, ROWS = 4, 32
+EVALUATED = 1024  # windows of held-out text, at least
 RATIO = 0.183 / 0.42  # of the ring of three hosts to the computation of a host in docs/costs.md
 AVERAGING = "sgd, lr 1"
 OUTER = {
@@ -55,12 +56,13 @@ def train(overrides: list[str]) -> dict[str, Any]:
         return lines_of(Path(folder))[-1]
 
 
-def cases(every: list[int], outers: list[str]) -> dict[str, list[str]]:
-    """{name of a row: its overrides}. All are evaluated once, after the last step."""
+def cases(every: list[int], outers: list[str], rows: int) -> dict[str, list[str]]:
+    """{name of a row: its overrides}. All are evaluated once, after the last step. rows: of a batch of all replicas."""
     common = ["mesh.fsdp=1", "mesh.tensor=1", "parallel.strategy=ddp", f"train.eval_every={math.lcm(*every) * 100}"]
-    replicas = [*common, f"mesh.data={REPLICAS}", f"data.global_batch={ROWS}"]
     # Evaluation batches have as many rows as those of training: so all are evaluated on the same windows.
-    alone = ["mesh.data=1", f"data.global_batch={ROWS // REPLICAS}", f"train.eval_batches={8 * REPLICAS}"]
+    batches = max(1, EVALUATED // rows)
+    replicas = [*common, f"mesh.data={REPLICAS}", f"data.global_batch={rows}", f"train.eval_batches={batches}"]
+    alone = ["mesh.data=1", f"data.global_batch={rows // REPLICAS}", f"train.eval_batches={batches * REPLICAS}"]
     found = {"ddp": replicas, "one replica alone": [*common, *alone]}
     for H in every:
         for name in outers:
@@ -76,11 +78,17 @@ def losses(arguments: argparse.Namespace) -> dict[str, Any]:
     outers = [name for name in OUTER if not arguments.outer or any(part in name for part in arguments.outer)]
     result: dict[str, Any] = {}
     for seed in range(arguments.seeds):
-        for name, overrides in cases(arguments.every, outers).items():
+        for name, overrides in cases(arguments.every, outers, arguments.rows).items():
             if str(seed) not in (known := runs.setdefault(name, {})):
                 known[str(seed)] = train([*overrides, f"train.seed={seed}", *arguments.overrides])["eval/loss"]
                 print(f"seed {seed}, {name}: {known[str(seed)]:.4f}", file=sys.stderr, flush=True)
-            result = {**measured_on(), "overrides": arguments.overrides, "replicas": REPLICAS, "losses": runs}
+            result = {
+                **measured_on(),
+                "overrides": arguments.overrides,
+                "replicas": REPLICAS,
+                "rows": arguments.rows,
+                "losses": runs,
+            }
             if out is not None:
                 out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
@@ -203,6 +211,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, nargs="+", default=[1, 10, 50], metavar="H")
     parser.add_argument("--outer", nargs="+", metavar="NAME", help="rows whose outer optimizer has this in its name")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of a batch, which four replicas share; a multiple of 4")
     parser.add_argument("-n", "--hosts", type=int, default=3)
     parser.add_argument("--rate", type=int, help="of each host's link, in kbit")
     parser.add_argument("--steps", type=int, default=41, help="of a host alone and of ddp; the first 3 are not counted")
@@ -214,6 +223,10 @@ def main() -> int:
     arguments.overrides += settings
     if arguments.hosts < 2 or arguments.seeds < 1 or min(arguments.every) < 1:
         raise UserError("-n must be at least 2, --seeds and --every at least 1")
+    if arguments.rows < REPLICAS or arguments.rows % REPLICAS:
+        raise UserError(
+            f"--rows: {arguments.rows} rows are not shared evenly by {REPLICAS} replicas; allowed: 4, 8, ..."
+        )
     result = losses(arguments) if arguments.what == "losses" else hosts(arguments)
     print(losses_table(result) if arguments.what == "losses" else hosts_table(result))
     if arguments.json:

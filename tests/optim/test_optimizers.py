@@ -22,7 +22,7 @@ from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.optim.make import decay_mask, learning_rates, make_optimizer
+from jaxdist.optim.make import decay_mask, learning_rate, learning_rates, make_optimizer
 from jaxdist.optim.muon import muon_dims
 from jaxdist.specs import path_name
 from jaxdist.state import place_params
@@ -39,6 +39,19 @@ def test_schedules(schedule: str, middle: float) -> None:
     assert rates[13] > middle * 0.99 > rates[14] * 0.9
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, rel=1e-5)
     assert np.all(np.diff(rates[4:]) <= 0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "own"])
+def test_rates_are_as_wide_as_floats_are(schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jaxdist verify` compares steps in float64. A schedule of one's own gets the step as an integer."""
+    (tmp_path / "rates_of_my_own.py").write_text(
+        "import jax.numpy as jnp\ndef table(config, *, steps):\n    return lambda step: jnp.arange(9.0)[step]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "rates_of_my_own.table" if schedule == "own" else schedule
+    config = OptimizerConfig(schedule=name, warmup_steps=2, lr=0.3)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        assert learning_rate(config, 9)(jnp.int32(5)).dtype == jnp.float64
 
 
 def test_without_warm_up_the_first_rate_is_the_peak() -> None:

@@ -28,6 +28,7 @@ from jaxdist.plan.explain import (
     memory_at_rest,
     memory_of_a_step,
 )
+from jaxdist.specs import STACKED
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENT = ROOT / "docs" / "measurements" / "closed_memory_cpu.json"
@@ -113,7 +114,10 @@ def test_gradients_and_copies_are_those_of_the_strategy(case: str) -> None:
     config = configured(*LAYOUTS[case])
     mesh, found = planned_mesh(config), at_rest(config, Known())
     expected = memory_of_a_step(config, assemble(config, mesh), mesh)
-    assert {"gradients": sum(found.gradients.values()), "gathered copies, the whole step": found.copies} == expected
+    assert {
+        "gradients": sum(found.gradients.values()),
+        "gathered copies, the whole step": sum(found.copies.values()),
+    } == expected
 
 
 @pytest.mark.parametrize(
@@ -135,12 +139,12 @@ def test_the_peak_is_near_the_traced_estimate(case: str) -> None:
 def test_one_trace_tells_the_bytes_of_all_rows_and_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of a trace with so many rows, and so many blocks."""
     config = configured(*LIKE_TRACED[case])
-    found, by_prime, numbers = units_of(config, Known()), UnitTraces._at, list[int]()
+    found, by_prime, numbers = units_of(config, Known(), 4), UnitTraces._at, list[int]()
     trace = UnitTraces._trace
 
-    def one_by_one(self: Any, read: Any, counts: tuple[int, ...], *, each: bool = False) -> Any:
+    def one_by_one(self: Any, read: Any, counts: tuple[int, ...], *, each: tuple[int, ...] = ()) -> Any:
         numbers.extend(counts)
-        of_counts = [by_prime(self, read, (count,), each=True) for count in counts]
+        of_counts = [by_prime(self, read, (count,), each=each or UNIT_ROWS) for count in counts]
         return {what: [of[what][0] for of in of_counts] for what in of_counts[0]}
 
     def exactly(self: Any, read: Any, rows: int, blocks: int, measures: Any) -> Any:
@@ -149,7 +153,40 @@ def test_one_trace_tells_the_bytes_of_all_rows_and_blocks(case: str, monkeypatch
 
     monkeypatch.setattr(UnitTraces, "_at", one_by_one)
     monkeypatch.setattr(UnitTraces, "_trace", exactly)
-    assert units_of(config, Known()) == found and {2, 4} <= {*numbers} | {*UNIT_ROWS}
+    again = units_of(config, Known(), 4)._replace(cast=found.cast)  # other arrays have shapes of parameters here
+    assert again == found and {2, 4} <= {*numbers} | {*UNIT_ROWS}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_the_head_is_that_of_so_many_rows(rows: int) -> None:
+    """From 2 rows on its logits are cut into chunks here: the line through 2 and 4 rows would be wrong for one, and
+    that of whole logits for 16."""
+    config = configured("model.vocab=40000", "data.seq_len=1024", "mesh.tensor=1")
+    of_line = units_of(config, Known(), rows).head(rows)
+    exact = UnitTraces(config, Known(), gathers=False, together=False).head((rows, rows + 1))["head"][0][0]
+    assert of_line == pytest.approx(exact, rel=0.02)
+
+
+def test_a_head_for_gpus_is_that_of_gpus() -> None:
+    """They make no second array as large as the logits (`vocab_cross_entropy`)."""
+    sizes = [
+        units_of(configured("model.vocab=4096", "mesh.tensor=1", f"devices.platform={platform}"), Known(), 4).head(4)
+        for platform in ("cpu", "gpu")
+    ]
+    logits = 4 * 64 * 4096 * 4
+    assert sizes[0] - sizes[1] >= 0.7 * logits
+
+
+def test_parameters_are_cast_once_where_they_are_gathered_once() -> None:
+    """ddp keeps casts of blocks for the backward pass; zero1 gathers these very arrays."""
+    layout = ("mesh.data=1", "mesh.fsdp=8", "precision.policy=bf16", "memory.remat=none")
+    activations, copies = (
+        [memory_of(configured(*layout, f"parallel.strategy={name}"), Known()).get(part, 0) for name in ("ddp", "zero1")]
+        for part in ("activations, kept for backward", "gathered copies, the whole step")
+    )
+    cast = activations[0] - activations[1]
+    blocks = sum(leaf.elements for leaf in Known().leaves(configured()) if leaf.unit == STACKED)
+    assert copies[0] == 0 < cast <= 2 * blocks * 8 and cast > 0.5 * 2 * blocks
 
 
 @pytest.mark.parametrize("vocab", [8 * 1009, 8 * 1013])

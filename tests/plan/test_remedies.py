@@ -133,6 +133,8 @@ def test_what_is_offered() -> None:
     found = offered("memory.remat=full", "memory.offload.optimizer=true", "data.seq_len=512")
     assert not {"remat full", "optimizer state in host memory"} & found.keys()
     assert found["logits in chunks"] == "model.loss_chunk=256"
+    split = offered("data.seq_len=512", "mesh.context=2", "parallel.schedule=accumulate")
+    assert split["logits in chunks"] == "model.loss_chunk=128"  # half of the tokens are on another device
     for overrides in ((), alone):  # whatever is offered can be typed
         for text in offered(*overrides).values():
             configured(*overrides, *text.split())

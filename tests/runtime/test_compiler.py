@@ -25,6 +25,7 @@ from jaxdist.runtime.compiler import (
     FLOAT8,
     PRESETS,
     Setting,
+    compiling_for,
     resolve,
     set_flags,
     set_options,
@@ -253,6 +254,13 @@ def test_a_level_that_was_set_stays(level: None, env: pytest.MonkeyPatch) -> Non
     jax.config.update("jax_optimization_level", "O2")
     set_options(config(), "gpu")
     assert settings()["optimization_level"] == "O2"
+
+
+def test_each_of_several_configurations_has_its_own_level(level: None, env: pytest.MonkeyPatch) -> None:
+    """A planner compiles one layout that prefetches after another that does not."""
+    with compiling_for(config(), "gpu"):
+        assert settings()["optimization_level"] == "O1"
+    assert settings()["optimization_level"] == "UNKNOWN"
 
 
 def test_flags_in_a_file_are_not_dropped(env: pytest.MonkeyPatch) -> None:

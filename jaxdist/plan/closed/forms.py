@@ -1,7 +1,6 @@
 """Forms of microbatches: what of a configuration decides what a microbatch sends, and the traces that tell it."""
 
 import functools
-import math
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -14,11 +13,10 @@ from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.model import ModelDef
-from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.parallel.strategies._moves import Moves
-from jaxdist.plan.closed.leaves import Known, model_key, planned_mesh
+from jaxdist.plan.closed.leaves import Known, logits_chunk, model_key, planned_mesh
 from jaxdist.plan.closed.microbatch import Microbatch, in_a_stage, one_tick, trace_microbatch
 from jaxdist.plan.closed.shares import Share
 from jaxdist.plan.compiled.memory import batch_of
@@ -61,14 +59,10 @@ def form_of_step(config: Config, known: Known, layers: int, facts: ScheduleFacts
 def _by_chunks(config: Config, samples: int) -> bool:
     """Whether the loss is computed in chunks of tokens that send other bytes than the whole: the last one is padded, or
     they run forward again in the backward pass, as in float16. (That others take more calls is left out.)"""
-    if config.model.vocab is None or config.mesh.tensor == 1:
+    if config.mesh.tensor == 1:
         return False
-    h = jax.ShapeDtypeStruct(
-        (samples, config.data.seq_len // config.mesh.context, 1), precision_of(config.precision).compute
-    )
-    table = jax.ShapeDtypeStruct((config.model.vocab // config.mesh.tensor, 1), h.dtype)
-    chunk = loss_chunk(h, table, config.model.loss_chunk)
-    return bool(chunk and (math.prod(h.shape) % chunk or h.dtype == jnp.float16))
+    chunk, tokens = logits_chunk(config, samples)
+    return bool(chunk and (tokens % chunk or precision_of(config.precision).compute == jnp.float16))
 
 
 def _in_pieces(config: Config) -> bool:

@@ -11,6 +11,7 @@ from jaxdist.build import form_of, make_model, prefetches_on, step_options
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES, AnyMesh, abstract_mesh
 from jaxdist.model import ModelDef
+from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.pipeline.stages import arrange
 from jaxdist.plan.compiled.memory import batch_of
@@ -151,3 +152,14 @@ def mesh_sizes(config: Config) -> tuple[int, ...]:
 def planned_mesh(config: Config) -> AnyMesh:
     """The mesh of a configuration, without devices."""
     return abstract_mesh(**asdict(config.mesh))
+
+
+def logits_chunk(config: Config, rows: int) -> tuple[int, int]:
+    """(tokens of a chunk of logits, 0 where they are whole; all tokens), for so many rows of a device."""
+    tokens = rows * config.data.seq_len // config.mesh.context
+    vocab, asked = config.model.vocab, getattr(config.model, "loss_chunk", 0)
+    if vocab is None:
+        return 0, tokens
+    h = jax.ShapeDtypeStruct((1, tokens, 1), precision_of(config.precision).compute)
+    table = jax.ShapeDtypeStruct((vocab // config.mesh.tensor, 1), h.dtype)
+    return loss_chunk(h, table, asked), tokens

@@ -16,7 +16,7 @@ from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, foot
 from jaxdist.plan.explain import ESTIMATED_PEAK, explain
 from jaxdist.plan.search.choose import Predicted
 from jaxdist.plan.search.cluster import PlanCluster
-from jaxdist.runtime.compiler import set_flags, set_options
+from jaxdist.runtime.compiler import compiling_for, set_flags
 
 TRACED, COMPILED = 10, 3
 
@@ -87,9 +87,9 @@ def _compiler(cluster: PlanCluster, notes: list[str]) -> Callable[[Predicted], F
 
     def compile_for_gpus(each: Predicted) -> Footprint:
         set_flags(each.config, "gpu", started=False)
-        set_options(each.config, "gpu")
         mesh = ahead_of_time.mesh_of(each.config, description, hosts=cluster.hosts, gpus_per_host=cluster.per_host)
-        return ahead_of_time.compile_ahead(each.config, gpu, mesh, (gpu.rates, gpu.realistic)).footprint
+        with compiling_for(each.config, "gpu"):
+            return ahead_of_time.compile_ahead(each.config, gpu, mesh, (gpu.rates, gpu.realistic)).footprint
 
     return compile_for_gpus
 

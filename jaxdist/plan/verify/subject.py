@@ -117,7 +117,7 @@ def narrowing(jaxpr: Any, *, casts: bool = False) -> tuple[int, list[str]]:
     """(the bytes of the narrowest floats that are rounded to or computed with, the lines where they are), 8 for none.
 
     What jaxdist narrows itself, it says so in its options; it is left out.
-    casts: only what wider floats become, as of a whole step, whose optimizer computes rates of integers in float32
+    casts: only what wider floats become, as of a whole step, where an integer may become a float32
     """
     size, lines = 8, dict[str, None]()
     for site in every_equation(jaxpr):

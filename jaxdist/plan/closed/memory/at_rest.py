@@ -43,7 +43,7 @@ class AtRest(NamedTuple):
     state: {part: bytes} as `explain.memory_at_rest`, and the count of steps; what is in host memory too.
     gradients: of each unit while they are summed over microbatches, with respect to what a strategy differentiates.
     shards: of all gradients when the optimizer gets them.
-    copies: of parameters that are gathered once a step.
+    copies: of each unit's parameters that are gathered once a step.
     whole: of each unit, gathered where it is used; 0 where nothing is.
     used: of the parameters of each unit as a device uses them for the whole step: shards, or whole ones.
     update: what the optimizer needs beside state and gradients.
@@ -52,7 +52,7 @@ class AtRest(NamedTuple):
     state: dict[str, int]
     gradients: dict[str, int]
     shards: int
-    copies: int
+    copies: dict[str, int]
     whole: dict[str, int]
     used: dict[str, int]
     update: int
@@ -96,8 +96,8 @@ def _at_rest(config: Config, known: Known) -> AtRest:
     )
     trained = {*leaves_by_name(leave_out(model.shapes, config.optimizer.frozen))}
     wide = _kept_wide(config, options, known)
-    sizes = {name: dict.fromkeys(UNITS, 0) for name in ("gradients", "whole", "used")}
-    shards = copies = 0
+    sizes = {name: dict.fromkeys(UNITS, 0) for name in ("gradients", "copies", "whole", "used")}
+    shards = 0
     for leaf in leaves:
         place, pipe = shard_of(leaf.spec), leaf.unit != STACKED and dim_of(leaf.spec, "pipe") is not None
         parts = 1 if place is None else place.parts(mesh)
@@ -110,12 +110,12 @@ def _at_rest(config: Config, known: Known) -> AtRest:
             shards += leaf.nbytes
         once = gathers and parts > 1
         if once or pipe:
-            copies += elements * (parts * received if once else item)
+            sizes["copies"][leaf.unit] += elements * (parts * received if once else item)
         sizes["whole"][leaf.unit] += elements * parts * received if parts > 1 and not gathers else 0
         sizes["used"][leaf.unit] += elements * (parts * received if once else item)
     own = tuple(leaf.nbytes for leaf in leaves)
     update = known.get(("update", id(optimizer), own, *held), lambda: peak_bytes(optimizer.update, [*own, *own, *held]))
-    return AtRest(state, **sizes, shards=shards, copies=copies, update=update)
+    return AtRest(state, **sizes, shards=shards, update=update)
 
 
 def _kept_wide(config: Config, options: StepOptions, known: Known) -> set[str]:

@@ -54,7 +54,7 @@ def memory_of(config: Config, known: Known, *, most: float = math.inf) -> dict[s
     key = ("batch", mesh_sizes(config), config.data.global_batch, config.data.seq_len)
     batch = known.get(key, lambda: resident_bytes(batch_of(config, planned_mesh(config))))
     fetched = rest.state.get(IN_HOST_MEMORY, 0)
-    summed: Phase = {OF_GRADIENTS: sum(rest.gradients.values()) + rest.shards, OF_COPIES: rest.copies}
+    summed: Phase = {OF_GRADIENTS: sum(rest.gradients.values()) + rest.shards, OF_COPIES: sum(rest.copies.values())}
     phases: list[Phase] = [summed, {OF_GRADIENTS: rest.shards, OF_THE_UPDATE: rest.update + fetched}]
     found = _with_peak(rest.state | {"batch": batch}, phases)
     if found[PEAK] > most:
@@ -63,7 +63,8 @@ def memory_of(config: Config, known: Known, *, most: float = math.inf) -> dict[s
     if parallel.grad_sync.deterministic:
         parts = parallel.grad_sync.virtual_shards // (mesh.data * mesh.fsdp * mesh.expert)
     rows = config.data.global_batch / (mesh.data * mesh.fsdp * mesh.expert * parts)
-    sizes = {name: line(rows) for name, line in units_of(config, known)._asdict().items()}
+    sizes = {name: line(rows) for name, line in units_of(config, known, rows)._asdict().items()}
+    sizes["kept"] -= min(sizes["cast"], rest.copies[STACKED])  # copies that are gathered once are cast already
     phases += _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
     return _with_peak(rest.state | {"batch": batch}, phases)
 
@@ -96,12 +97,16 @@ def _traced(config: Config) -> dict[str, int]:
 def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest, parts: int) -> list[Phase]:
     """The phases of a microbatch in one stage. parts: the number of microbatches."""
     grads, kept, h = sum(rest.gradients.values()), sizes["kept"], sizes["h"]
+    model = known.model(config)
+    # The table's gradient: with tied embeddings the head makes it, else the embedding, when blocks are done.
+    embed = rest.gradients["embed"]
+    late = 0 if model.tied else embed
     sums = 0.0  # of the microbatches before
     if parts > 1:
         pairs = ScheduleFacts.of(config.parallel.schedule).power_of_two or config.parallel.grad_sync.deterministic
         sums = grads * (math.log2(parts) if pairs else 1)
-    head = rest.gradients["head"] + rest.gradients["embed"]
-    copies, layers = float(rest.copies), known.model(config).layers
+    head = rest.gradients["head"] + embed - late
+    copies, layers = float(sum(rest.copies.values())), model.layers
     if config.memory.remat == "offload":
         kept = max(0.0, kept - h * layers)
     if known.prefetches(config):  # two blocks stay gathered, and another one is under way
@@ -110,7 +115,8 @@ def _in_one(config: Config, known: Known, sizes: dict[str, float], rest: AtRest,
     return [
         base | {OF_GRADIENTS: sums, OF_A_BLOCK: sizes["forward"]},
         base | {OF_GRADIENTS: sums + head, OF_THE_HEAD: sizes["head"] + 2 * h},
-        base | {OF_GRADIENTS: sums + grads, OF_A_BLOCK: sizes["backward"] + h},
+        base | {OF_GRADIENTS: sums + grads - late, OF_A_BLOCK: sizes["backward"] + h},
+        {OF_COPIES: copies, OF_GRADIENTS: sums + grads, OF_THE_EMBEDDING: h},
     ]
 
 
@@ -131,17 +137,20 @@ def _piped(config: Config, known: Known, sizes: dict[str, float], rest: AtRest) 
     chunk = rest.gradients[STACKED] / parallel.chunks
     sliced = rest.used[STACKED] / parallel.chunks if parallel.chunks > 1 else 0  # the parameters of a chunk
     base = {
-        OF_COPIES: rest.copies,
+        OF_COPIES: sum(rest.copies.values()),
         OF_ACTIVATIONS: kept * residuals + crossing * cotangents + h * late,
         OF_STAGES: 2 * h,
         OF_GRADIENTS: grads,
     }
     own = 0 if crossing else chunk  # gradients of blocks that B makes
-    units = rest.gradients["head"] + rest.gradients["embed"]
+    # The loop over one block is unrolled: what it reads and makes stays where it is kept between ticks.
+    there = 0 if known.model(config).layers == stages * parallel.chunks else 1
+    made, read, read_weights, left = (there * sizes[name] for name in ("kept", "read", "read_weights", "crossing"))
+    units = rest.gradients["head"] + (rest.gradients["embed"] if known.model(config).tied else 0)
     return [
-        base | {OF_A_BLOCK: kept + h + sliced + sizes["forward"]},
+        base | {OF_A_BLOCK: made + h + sliced + sizes["forward"]},
         base | {OF_THE_HEAD: h + sizes["head"], OF_GRADIENTS: grads + units},
-        base | {OF_A_BLOCK: sizes["read"] + h + sliced + sizes["backward"] + crossing, OF_GRADIENTS: grads + own},
-        base | {OF_A_BLOCK: sizes["read_weights"] + crossing + sizes["weights"], OF_GRADIENTS: grads + chunk},
+        base | {OF_A_BLOCK: read + h + sliced + sizes["backward"] + left, OF_GRADIENTS: grads + own},
+        base | {OF_A_BLOCK: read_weights + left + sizes["weights"], OF_GRADIENTS: grads + chunk},
         base | {OF_THE_EMBEDDING: sizes["embed"], OF_GRADIENTS: grads + rest.gradients["embed"]},
     ]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import attention_of, step_options
+from jaxdist.build import attention_of, cuda_capability, step_options
 from jaxdist.collectives import to_varying
 from jaxdist.config.entries import is_shipped
 from jaxdist.config.schema import Config
@@ -81,7 +81,9 @@ class UnitTraces:
     def __init__(self, config: Config, known: Known, *, gathers: bool, together: bool) -> None:
         mesh = config.mesh
         axes = {axis: getattr(mesh, axis) for axis in ("expert", "context", "tensor")}
-        self.mesh = abstract_mesh(**axes, **{"fsdp" if gathers and mesh.fsdp > 1 else "data": 2})
+        gpus = config.devices.platform == "gpu" or cuda_capability(config, abstract_mesh())
+        axes["fsdp" if gathers and mesh.fsdp > 1 else "data"] = 2
+        self.mesh = abstract_mesh(**axes, platform="gpu" if gpus else None)
         options = step_options(config, self.mesh)
         self.options = replace(
             options,
@@ -106,8 +108,9 @@ class UnitTraces:
         experts = getattr(config.model, "moe", None)
         self.rounds = not is_shipped(config.model.name) or (experts is not None and experts.on)
 
-    def head(self) -> Readings:
-        """h, and the work space of both passes of the head. (A loss in chunks has other dims for other rows.)"""
+    def head(self, rows: tuple[int, int]) -> Readings:
+        """h, and the work space of both passes of the head, for these numbers of rows. (A loss in chunks has other
+        dims for other rows.)"""
 
         def read(given: "_Given") -> dict[str, BytesOfSizes]:
             def head(units: PyTree, h: jax.Array) -> Any:
@@ -118,7 +121,7 @@ class UnitTraces:
             work = given.needs(jax.grad(head, argnums=(0, 1), has_aux=True), units, given.h).work
             return {"h": given.size(given.h), "head": work}
 
-        return self._at(read, (1,), each=True)
+        return self._at(read, (1,), each=rows)
 
     def embedding(self) -> Readings:
         """The work space of both passes of the embedding, in a pipeline."""
@@ -127,7 +130,7 @@ class UnitTraces:
             pull = lambda unit, dh: jax.vjp(lambda unit: self.embed(given, unit), unit)[1](dh)  # noqa: E731
             return {"embed": given.needs(pull, given.diff["embed"], given.h).work}
 
-        return self._at(read, (1,), each=True)
+        return self._at(read, (1,), each=UNIT_ROWS)
 
     def in_one_stage(self, blocks: int) -> Readings:
         """What embedding and blocks need in one stage."""
@@ -136,9 +139,15 @@ class UnitTraces:
             hidden = lambda each: self.hidden(each, given.captured, given.batch)  # noqa: E731
             both = given.needs(lambda diff: jax.vjp(hidden, diff), given.diff)
             back = given.needs(lambda pull, dh: pull(dh), both.results[1], given.h)
-            return {"forward": both.work, "kept": both.made, "backward": back.work}
+            cast = _sum(map(given.size, self._casts(given, both.results[1])), given.measures)
+            return {"forward": both.work, "kept": both.made, "cast": cast, "backward": back.work}
 
         return self._at(read, (blocks,))
+
+    def _casts(self, given: "_Given", kept: PyTree) -> list[Any]:
+        """Of what is kept, the stacked parameters in another type."""
+        own = {leaf.shape: leaf.dtype for leaf in jax.tree.leaves(given.diff[STACKED])}
+        return [leaf for leaf in jax.tree.leaves(kept) if leaf.shape in own and leaf.dtype != own[leaf.shape]]
 
     def stage(self, counts: tuple[int, ...]) -> Readings:
         """What the forward pass of the blocks of a stage needs, for these numbers of blocks."""
@@ -182,17 +191,22 @@ class UnitTraces:
         return found
 
     def _at(
-        self, read: Callable[["_Given"], dict[str, BytesOfSizes]], counts: tuple[int, ...], *, each: bool = False
+        self,
+        read: Callable[["_Given"], dict[str, BytesOfSizes]],
+        counts: tuple[int, ...],
+        *,
+        each: tuple[int, ...] = (),
     ) -> Readings:
         """What a function tells of a trace, for these numbers of blocks.
 
-        each: whether each number of rows is traced.
+        each: numbers of rows that are traced one by one; (): `UNIT_ROWS` are told by one trace, if that can be.
         """
         of_rows, of_blocks = self.primes
         blocks = counts[0] if self.together else of_blocks
         numbers = [(of_blocks, count) for count in counts]
         if each or self.rounds:
-            traced = [self._trace(read, rows, blocks, [Reading((number,)) for number in numbers]) for rows in UNIT_ROWS]
+            readings = [Reading((number,)) for number in numbers]
+            traced = [self._trace(read, rows, blocks, readings) for rows in each or UNIT_ROWS]
             return {what: list(zip(*(found[what] for found in traced), strict=True)) for what in traced[0]}
         readings = [Reading(((of_rows, rows), number)) for number in numbers for rows in UNIT_ROWS]
         found = self._trace(read, of_rows, blocks, readings)

@@ -6,14 +6,17 @@ for all of these (`jaxdist.plan.closed.memory.unit_traces`). Bytes are then a li
 does not depend on them, and what each adds.
 """
 
-from typing import Any, NamedTuple
+import itertools
+import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.rules.remat import in_loop
 from jaxdist.config.schema import Config
-from jaxdist.plan.closed.leaves import Known, of_layers
+from jaxdist.plan.closed.leaves import Known, logits_chunk, of_layers
 from jaxdist.plan.closed.memory.unit_traces import UNIT_ROWS, Readings, UnitTraces
 from jaxdist.specs import STACKED
 
@@ -35,11 +38,15 @@ class RowLine(NamedTuple):
         return RowLine(*(max(0.0, a + share * (b - a)) for a, b in zip(self, other, strict=True)))
 
 
+_NONE = RowLine(0.0, 0.0)
+
+
 class UnitMemory(NamedTuple):
     """Bytes that the units of a model need on one device, beside parameters, their gradients, and results.
 
     h: the array between blocks.
     kept: what the forward pass of the blocks of a stage, or of a chunk, keeps; in one stage that of the embedding too.
+    cast: of `kept` in one stage, the parameters of blocks in another type.
     read: of `kept`, what a backward pass reads; read_weights: what W reads (`zero_bubble`).
     crossing: what B leaves for W.
     forward, backward, weights: work space of these passes; in one stage those of the embedding too.
@@ -48,18 +55,22 @@ class UnitMemory(NamedTuple):
 
     h: RowLine
     kept: RowLine
-    read: RowLine
-    read_weights: RowLine
-    crossing: RowLine
     forward: RowLine
     backward: RowLine
-    weights: RowLine
-    embed: RowLine
     head: RowLine
+    cast: RowLine = _NONE
+    read: RowLine = _NONE
+    read_weights: RowLine = _NONE
+    crossing: RowLine = _NONE
+    weights: RowLine = _NONE
+    embed: RowLine = _NONE
 
 
-def units_of(config: Config, known: Known) -> UnitMemory:
-    """The memory of the units of a configuration, whose model has blocks."""
+def units_of(config: Config, known: Known, rows: float) -> UnitMemory:
+    """The memory of the units of a configuration, whose model has blocks.
+
+    rows: of a microbatch on a device. The head of many rows makes its logits in chunks, and is another program.
+    """
     mesh, parallel = config.mesh, config.parallel
     regathers, split = known.get(
         ("facts", parallel.strategy, parallel.schedule, mesh.pipe > 1),
@@ -79,14 +90,17 @@ def units_of(config: Config, known: Known) -> UnitMemory:
     # is on GPUs does not matter: no pipeline is without a loop then.
     together = config.memory.remat == "sqrt" or not in_loop(getattr(config.model, "scan_blocks", None))
     counts = BLOCKS if mesh.pipe > 1 and not together else (blocks,)
-    key = ("units", *how, config.memory.remat, mesh.pipe > 1, counts, split)
+    cut = known.get(("logits", *how, math.ceil(rows)), lambda: bool(logits_chunk(config, math.ceil(rows))[0]))
+    key = ("units", *how, config.memory.remat, mesh.pipe > 1, counts, split, cut)
 
     def make() -> tuple[UnitMemory, ...]:
         remat = config.memory.remat
         traces = known.get(
             ("unit traces", *how, remat), lambda: UnitTraces(config, known, gathers=gathers, together=together)
         )
-        parts = [known.get(("head", *how), traces.head)]  # whatever is computed again in blocks
+        # Whatever is computed again in blocks.
+        head = known.get(("head", *how, cut), lambda: _head(config, known, gathers=gathers, cut=cut))
+        parts = list[Readings]()
         if mesh.pipe == 1:
             parts.append(known.get(("in one stage", *how, remat), lambda: traces.in_one_stage(blocks)))
         else:
@@ -94,7 +108,13 @@ def units_of(config: Config, known: Known) -> UnitMemory:
             parts.append(known.get(("stage", *how, remat, counts), lambda: traces.stage(counts)))
             halves = ("backward of a stage", *how, remat, counts, split)
             parts.append(known.get(halves, lambda: traces.backward(counts, split=split)))
-        return tuple(_by_rows(parts, place) for place in range(len(counts)))
+        found = list[UnitMemory]()
+        for place in range(len(counts)):
+            lines = dict(head)
+            for part in parts:
+                lines |= _lines(part, UNIT_ROWS, place)
+            found.append(UnitMemory(**lines))
+        return tuple(found)
 
     found: tuple[UnitMemory, ...] = known.get(key, make)
     few, many = found[0], found[-1]
@@ -102,15 +122,25 @@ def units_of(config: Config, known: Known) -> UnitMemory:
     return UnitMemory(*(one.towards(other, share) for one, other in zip(few, many, strict=True)))
 
 
-def _by_rows(parts: list[Readings], place: int) -> UnitMemory:
-    """The lines through the bytes of two numbers of rows, `UNIT_ROWS`. place: of the number of blocks."""
-    found: dict[str, Any] = {name: each for part in parts for name, each in part.items()}
-    fewer, more = UNIT_ROWS
+def _head(config: Config, known: Known, *, gathers: bool, cut: bool) -> dict[str, RowLine]:
+    """The lines of the head. cut: whether its logits are cut into chunks. The first two powers of two of rows for which
+    they are tell its line then."""
+    rows = UNIT_ROWS
+    if cut:
+        first = next(2**k for k in itertools.count() if logits_chunk(config, 2**k)[0])
+        rows = first, 2 * first
+    elif getattr(config.model, "loss_chunk", 0) != 0:
+        config = replace(config, model=config.model.replace(loss_chunk=0))
+    return _lines(UnitTraces(config, known, gathers=gathers, together=False).head(rows), rows, 0)
 
-    def line(name: str) -> RowLine:
-        each = found.get(name, [(0.0, 0.0)])
+
+def _lines(part: Readings, rows: tuple[int, int], place: int) -> dict[str, RowLine]:
+    """The lines through the bytes of two numbers of rows. place: of the number of blocks."""
+    fewer, more = rows
+
+    def line(each: list[tuple[float, float]]) -> RowLine:
         low, high = each[min(place, len(each) - 1)]
         row = max(0.0, (high - low) / (more - fewer))
         return RowLine(max(0.0, low - row * fewer), row)
 
-    return UnitMemory(*map(line, UnitMemory._fields))
+    return {name: line(each) for name, each in part.items()}
