@@ -21,7 +21,7 @@ from jaxdist.runtime.gpu_memory import memory_share
 from jaxdist.runtime.start import start
 from jaxdist.specs import format_bytes
 
-# The peaks of the shipped configurations, compiled for H200 with "dots", were 0.63 to 1.06 times the closed form
+# The peaks of the shipped configurations, compiled for H200 with "dots", were 0.91 to 1.03 times the closed form
 # (docs/measurements/remat_h200_aot.json).
 _MARGIN = 1.08
 

@@ -167,6 +167,13 @@ def test_the_head_is_that_of_so_many_rows(rows: int) -> None:
     assert of_line == pytest.approx(exact, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["vit_digits", "bert_stdlib"])
+def test_models_without_logits_in_chunks(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml", [], planned=True)
+    found, traced = memory_of(config, Known()), explain(config).memory
+    assert found[PEAK] == pytest.approx(traced[ESTIMATED_PEAK], rel=0.15)
+
+
 def test_a_head_for_gpus_is_that_of_gpus() -> None:
     """They make no second array as large as the logits (`vocab_cross_entropy`)."""
     sizes = [

@@ -129,7 +129,7 @@ def _head(config: Config, known: Known, *, gathers: bool, cut: bool) -> dict[str
     if cut:
         first = next(2**k for k in itertools.count() if logits_chunk(config, 2**k)[0])
         rows = first, 2 * first
-    elif getattr(config.model, "loss_chunk", 0) != 0:
+    elif "loss_chunk" in vars(config.model):
         config = replace(config, model=config.model.replace(loss_chunk=0))
     return _lines(UnitTraces(config, known, gathers=gathers, together=False).head(rows), rows, 0)
 
