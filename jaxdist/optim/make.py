@@ -52,7 +52,7 @@ def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
 
 def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:
     """The learning rate of every step, [steps], on the host: metrics must not wait for the device."""
-    with jax.numpy_dtype_promotion("standard"):  # optax divides its int32 counts
+    with jax.numpy_dtype_promotion("standard"):  # for schedules of one's own
         return np.asarray(jax.vmap(learning_rate(config, steps))(jnp.arange(steps)), np.float64)
 
 

@@ -21,8 +21,9 @@ from jaxdist.runtime.gpu_memory import memory_share
 from jaxdist.runtime.start import start
 from jaxdist.specs import format_bytes
 
-# The peaks of the shipped configurations, compiled for H200 with "dots", were 0.91 to 1.03 times the closed form
-# (docs/measurements/remat_h200_aot.json).
+# The peaks of the shipped configurations that have blocks, compiled for 8 H200 and more with "dots", are 0.91 to 1.03
+# times today's closed form (peaks: docs/measurements/remat_h200_aot.json). Random layouts with "dots" in bf16, the
+# optimizer's state on the device: 0.90 to 1.08 (closed_memory_h200.json). In fp32, without cuDNN's attention, more.
 _MARGIN = 1.08
 
 

@@ -173,10 +173,11 @@ def set_options(config: Config, backend: str) -> None:
 
 @contextlib.contextmanager
 def compiling_for(config: Config, backend: str) -> Iterator[None]:
-    """A context in which `set_options` is done, for a process that compiles several configurations."""
+    """A context in which `set_options` is done, for a process that compiles several configurations. At its end options
+    are what they were before; what a program has set before it stays within."""
     before = {each.name: jax.config.values[each.name] for each in PRESETS[backend] if not each.name.startswith("--")}
-    set_options(config, backend)
     try:
+        set_options(config, backend)
         yield
     finally:
         for name, value in before.items():

@@ -161,12 +161,14 @@ def configurations(count: int, seed: int, gpu: str | None, again: Path | None) -
 def main() -> int:
     """Print a line for each configuration, and the summary."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpu", help="such as h200")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--again", type=Path)
+    parser.add_argument("--count", type=int, default=50, help="of configurations")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--gpu", help="the GPU that is compiled for, such as h200")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--again", type=Path, metavar="JSON", help="a file of this script")
     arguments = parser.parse_args()
+    if arguments.again:  # what was drawn for GPUs stands for overrides of another configuration
+        arguments.gpu = json.loads(arguments.again.read_text()).get("gpu")
     import jax
 
     from jaxdist.plan.closed.leaves import Known
@@ -185,6 +187,7 @@ def main() -> int:
         command = f"scripts/bench/explain_memory.py --count {arguments.count} --seed {arguments.seed}"
         command += f" --gpu {arguments.gpu}" if arguments.gpu else ""
         head: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d")}
+        head |= {"gpu": arguments.gpu} if arguments.gpu else {}
         head |= {"jax": jax.__version__, "jaxlib": version("jaxlib"), "python": platform.python_version()}
         if arguments.again:
             old = json.loads(arguments.again.read_text())

@@ -31,7 +31,7 @@ CONFIG = find_config("quickstart")
 TRAIN = [sys.executable, "-m", "jaxdist.cli.main", "train", "--config", CONFIG]
 QUIET = ("observe.report=false", "train.sample_tokens=0", "checkpoint.every=0", "observe.log_every=1000")
 REPLICAS, ROWS = 4, 32
-EVALUATED = 1024  # windows of held-out text, at least
+EVALUATED = 1024  # windows of held-out text, about
 RATIO = 0.183 / 0.42  # of the ring of three hosts to the computation of a host in docs/costs.md
 AVERAGING = "sgd, lr 1"
 OUTER = {
@@ -74,7 +74,11 @@ def losses(arguments: argparse.Namespace) -> dict[str, Any]:
     """All runs, with progress on stderr."""
     out, runs = Path(arguments.json) if arguments.json else None, dict[str, dict[str, float]]()
     if out is not None and out.exists():
-        runs = json.loads(out.read_text(encoding="utf-8"))["losses"]
+        before = json.loads(out.read_text(encoding="utf-8"))
+        for name, now in (("rows", arguments.rows), ("overrides", arguments.overrides)):
+            if before.get(name) != now:
+                raise UserError(f"--json: {out} has runs with {name} {before.get(name)}, not {now}; name another file")
+        runs = before["losses"]
     outers = [name for name in OUTER if not arguments.outer or any(part in name for part in arguments.outer)]
     result: dict[str, Any] = {}
     for seed in range(arguments.seeds):

@@ -157,11 +157,11 @@ def test_one_trace_tells_the_bytes_of_all_rows_and_blocks(case: str, monkeypatch
     assert again == found and {2, 4} <= {*numbers} | {*UNIT_ROWS}
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16])
-def test_the_head_is_that_of_so_many_rows(rows: int) -> None:
-    """From 2 rows on its logits are cut into chunks here: the line through 2 and 4 rows would be wrong for one, and
-    that of whole logits for 16."""
-    config = configured("model.vocab=40000", "data.seq_len=1024", "mesh.tensor=1")
+@pytest.mark.parametrize(("length", "rows"), [(1024, 1), (1024, 2), (1024, 16), (512, 3), (512, 5), (192, 9)])
+def test_the_head_is_that_of_so_many_rows(length: int, rows: int) -> None:
+    """With 1,024 positions its logits are cut into chunks from 2 rows on: the line through 2 and 4 rows would be wrong
+    for one, and that of whole logits for 16. The size of a chunk depends on the rows."""
+    config = configured("model.vocab=40000", f"data.seq_len={length}", "mesh.tensor=1")
     of_line = units_of(config, Known(), rows).head(rows)
     exact = UnitTraces(config, Known(), gathers=False, together=False).head((rows, rows + 1))["head"][0][0]
     assert of_line == pytest.approx(exact, rel=0.02)
@@ -176,8 +176,9 @@ def test_models_without_logits_in_chunks(name: str) -> None:
 
 def test_a_head_for_gpus_is_that_of_gpus() -> None:
     """They make no second array as large as the logits (`vocab_cross_entropy`)."""
+    known = Known()
     sizes = [
-        units_of(configured("model.vocab=4096", "mesh.tensor=1", f"devices.platform={platform}"), Known(), 4).head(4)
+        units_of(configured("model.vocab=4096", "mesh.tensor=1", f"devices.platform={platform}"), known, 4).head(4)
         for platform in ("cpu", "gpu")
     ]
     logits = 4 * 64 * 4096 * 4

@@ -75,7 +75,7 @@ def _activations_in_host_memory(config: Config, known: Known) -> float:
     if config.memory.remat != "offload":
         return 0.0
     rows = config.parallel.microbatches * rows_of(config)
-    return units_of(config, known, rows).h(rows) * known.model(config).layers / config.mesh.pipe
+    return units_of(config, known, rows_of(config)).h(rows) * known.model(config).layers / config.mesh.pipe
 
 
 def computing_of(config: Config, cluster: PlanCluster, known: Known) -> tuple[float, ModelWork]:

@@ -84,14 +84,15 @@ def units_of(config: Config, known: Known, rows: float) -> UnitMemory:
     over = (parallel.strategy, parallel.reshard_after_forward, mesh.fsdp > 1) if gathers else ()
     axes = (mesh.expert, mesh.context, mesh.tensor, over)
     how = (*of_layers(config), *axes, parallel.min_shard_bytes, parallel.grad_sync, config.optimizer.freeze)
+    how += (config.devices.platform,)
     stacked = jax.tree.leaves(known.model(config).shapes[STACKED])[0].shape[0]
     blocks = stacked // (mesh.pipe * parallel.chunks)  # of a stage or chunk: with unequal ones, the largest
     # Of a pipeline any number of blocks is a line through two; but not where some of them are run together. What null
     # is on GPUs does not matter: no pipeline is without a loop then.
     together = config.memory.remat == "sqrt" or not in_loop(getattr(config.model, "scan_blocks", None))
     counts = BLOCKS if mesh.pipe > 1 and not together else (blocks,)
-    cut = known.get(("logits", *how, math.ceil(rows)), lambda: bool(logits_chunk(config, math.ceil(rows))[0]))
-    key = ("units", *how, config.memory.remat, mesh.pipe > 1, counts, split, cut)
+    chunk = known.get(("logits", *how, math.ceil(rows)), lambda: logits_chunk(config, math.ceil(rows))[0])
+    key = ("units", *how, config.memory.remat, mesh.pipe > 1, counts, split, chunk)
 
     def make() -> tuple[UnitMemory, ...]:
         remat = config.memory.remat
@@ -99,7 +100,7 @@ def units_of(config: Config, known: Known, rows: float) -> UnitMemory:
             ("unit traces", *how, remat), lambda: UnitTraces(config, known, gathers=gathers, together=together)
         )
         # Whatever is computed again in blocks.
-        head = known.get(("head", *how, cut), lambda: _head(config, known, gathers=gathers, cut=cut))
+        head = known.get(("head", *how, chunk), lambda: _head(config, known, gathers=gathers, chunk=chunk))
         parts = list[Readings]()
         if mesh.pipe == 1:
             parts.append(known.get(("in one stage", *how, remat), lambda: traces.in_one_stage(blocks)))
@@ -122,15 +123,15 @@ def units_of(config: Config, known: Known, rows: float) -> UnitMemory:
     return UnitMemory(*(one.towards(other, share) for one, other in zip(few, many, strict=True)))
 
 
-def _head(config: Config, known: Known, *, gathers: bool, cut: bool) -> dict[str, RowLine]:
-    """The lines of the head. cut: whether its logits are cut into chunks. The first two powers of two of rows for which
-    they are tell its line then."""
+def _head(config: Config, known: Known, *, gathers: bool, chunk: int) -> dict[str, RowLine]:
+    """The lines of the head. chunk: of its logits, in tokens; 0 where they are whole. The first two powers of two of
+    rows with more tokens than a chunk tell the line of a head in chunks."""
     rows = UNIT_ROWS
-    if cut:
-        first = next(2**k for k in itertools.count() if logits_chunk(config, 2**k)[0])
+    if chunk:
+        first = next(2**k for k in itertools.count() if logits_chunk(config, 2**k)[1] > chunk)
         rows = first, 2 * first
-    elif "loss_chunk" in vars(config.model):
-        config = replace(config, model=config.model.replace(loss_chunk=0))
+    if "loss_chunk" in vars(config.model):
+        config = replace(config, model=config.model.replace(loss_chunk=chunk))
     return _lines(UnitTraces(config, known, gathers=gathers, together=False).head(rows), rows, 0)
 
 
