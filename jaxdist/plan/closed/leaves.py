@@ -1,5 +1,6 @@
 """The parameters of a configuration as its devices hold them, leaf by leaf, without a trace of the step."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.build import form_of, make_model, prefetches_on, step_options
 from jaxdist.config.schema import Config
-from jaxdist.mesh import AXES, AnyMesh, abstract_mesh
+from jaxdist.mesh import AXES, BATCH_AXES, AnyMesh, abstract_mesh
 from jaxdist.model import ModelDef
 from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
@@ -152,6 +153,20 @@ def mesh_sizes(config: Config) -> tuple[int, ...]:
 def planned_mesh(config: Config) -> AnyMesh:
     """The mesh of a configuration, without devices."""
     return abstract_mesh(**asdict(config.mesh))
+
+
+def parts_of_a_step(config: Config) -> int:
+    """Microbatches of a step on a device."""
+    parallel = config.parallel
+    if not parallel.grad_sync.deterministic:
+        return parallel.microbatches
+    return parallel.grad_sync.virtual_shards // math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
+
+
+def rows_of(config: Config) -> float:
+    """Sequences of a microbatch on a device."""
+    shards = math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
+    return config.data.global_batch / (shards * parts_of_a_step(config))
 
 
 def logits_chunk(config: Config, rows: int) -> tuple[int, int]:

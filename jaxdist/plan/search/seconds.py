@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config
-from jaxdist.mesh import BATCH_AXES
 from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.calibration.file import Calibration
-from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.leaves import Known, parts_of_a_step, rows_of
 from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.closed.sent import Transfer, rounds
 from jaxdist.plan.explain import IN_HOST_MEMORY
@@ -74,7 +73,7 @@ def _activations_in_host_memory(config: Config, known: Known) -> float:
     computation is left out."""
     if config.memory.remat != "offload":
         return 0.0
-    rows = config.parallel.microbatches * rows_of(config)
+    rows = parts_of_a_step(config) * rows_of(config)
     return units_of(config, known, rows_of(config)).h(rows) * known.model(config).layers / config.mesh.pipe
 
 
@@ -87,10 +86,10 @@ def computing_of(config: Config, cluster: PlanCluster, known: Known) -> tuple[fl
     blocks = max(parallel.stages, default=0) * parallel.chunks or -(-known.model(config).layers // mesh.pipe)
     if cluster.measured is not None:
         block, ends = measured_units(cluster.measured, config.memory.remat, mesh.tensor, rows, work)
-        return parallel.microbatches * (blocks * block + ends) / mesh.context, work
+        return parts_of_a_step(config) * (blocks * block + ends) / mesh.context, work
     rates = {"flops": cluster.flops, "bandwidth": cluster.bandwidth}
     once = blocks * work.block.seconds(rows, split, **rates) + work.ends.seconds(rows, split, **rates)
-    return parallel.microbatches * once, work
+    return parts_of_a_step(config) * once, work
 
 
 def measured_units(found: Calibration, remat: object, tensor: int, rows: float, work: ModelWork) -> tuple[float, float]:
@@ -129,12 +128,6 @@ def _on_line(points: list[tuple[int, float]], at: float) -> float:
 
 def _between(low: tuple[int, float], high: tuple[int, float], at: float) -> float:
     return low[1] + (high[1] - low[1]) * (at - low[0]) / (high[0] - low[0])
-
-
-def rows_of(config: Config) -> float:
-    """Sequences of a microbatch on a device."""
-    shards = math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
-    return config.data.global_batch / (shards * config.parallel.microbatches)
 
 
 def bubble_of(config: Config, work: ModelWork, known: Known) -> float:

@@ -12,7 +12,7 @@ import math
 from jaxdist.config.entries import ModelFacts, ScheduleFacts
 from jaxdist.config.schema import Config
 from jaxdist.parallel.pipeline.table import allocate_slots, table_of
-from jaxdist.plan.closed.leaves import Known, mesh_sizes, planned_mesh
+from jaxdist.plan.closed.leaves import Known, mesh_sizes, parts_of_a_step, planned_mesh, rows_of
 from jaxdist.plan.closed.memory.at_rest import AtRest, at_rest
 from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
@@ -50,7 +50,7 @@ def memory_of(config: Config, known: Known, *, most: float = math.inf) -> dict[s
     """
     if traced_whole(config):
         return _traced(config)
-    mesh, parallel, rest = config.mesh, config.parallel, at_rest(config, known)
+    mesh, rest = config.mesh, at_rest(config, known)
     key = ("batch", mesh_sizes(config), config.data.global_batch, config.data.seq_len)
     batch = known.get(key, lambda: resident_bytes(batch_of(config, planned_mesh(config))))
     fetched = rest.state.get(IN_HOST_MEMORY, 0)
@@ -59,10 +59,7 @@ def memory_of(config: Config, known: Known, *, most: float = math.inf) -> dict[s
     found = _with_peak(rest.state | {"batch": batch}, phases)
     if found[PEAK] > most:
         return found
-    parts = parallel.microbatches
-    if parallel.grad_sync.deterministic:
-        parts = parallel.grad_sync.virtual_shards // (mesh.data * mesh.fsdp * mesh.expert)
-    rows = config.data.global_batch / (mesh.data * mesh.fsdp * mesh.expert * parts)
+    parts, rows = parts_of_a_step(config), rows_of(config)
     sizes = {name: line(rows) for name, line in units_of(config, known, rows)._asdict().items()}
     sizes["kept"] -= min(sizes["cast"], rest.copies[STACKED])  # copies that are gathered once are cast already
     phases += _piped(config, known, sizes, rest) if mesh.pipe > 1 else _in_one(config, known, sizes, rest, parts)
