@@ -171,7 +171,8 @@ def hosts(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"computation {first:.3f} s, ring {ring:.3f} s at {rate}", file=sys.stderr, flush=True)
     ddp = on_hosts(count, rate, [*steps, f"train.steps={arguments.steps}"])
     print(f"ddp {ddp:.3f} s", file=sys.stderr, flush=True)
-    local = on_hosts(count, rate, [*steps, f"train.steps={every * 4 + 1}"], every=every)
+    # Whole rounds, or the outer step that ends a run would be counted beside too few steps.
+    local = on_hosts(count, rate, [*steps, f"train.steps={every * arguments.rounds}"], every=every)
     again = computation()  # others may use the machine: before and after
     alone, spread = (first + again) / 2, abs(again - first) / (first + again)
     expected = alone + ring / every
@@ -219,14 +220,15 @@ def main() -> int:
     parser.add_argument("-n", "--hosts", type=int, default=3)
     parser.add_argument("--rate", type=int, help="of each host's link, in kbit")
     parser.add_argument("--steps", type=int, default=41, help="of a host alone and of ddp; the first 3 are not counted")
+    parser.add_argument("--rounds", type=int, default=12, help="of local SGD on hosts; two of them are not counted")
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     words = sys.argv[1:]
     settings = [word for word in words if "=" in word and not word.startswith("-")]  # else --every would take them
     arguments = parser.parse_intermixed_args([word for word in words if word not in settings])
     arguments.overrides += settings
-    if arguments.hosts < 2 or arguments.seeds < 1 or min(arguments.every) < 1:
-        raise UserError("-n must be at least 2, --seeds and --every at least 1")
+    if arguments.hosts < 2 or arguments.seeds < 1 or min(arguments.every) < 1 or arguments.rounds < 3:
+        raise UserError("-n must be at least 2, --seeds and --every at least 1, --rounds at least 3")
     if arguments.rows < REPLICAS or arguments.rows % REPLICAS:
         raise UserError(
             f"--rows: {arguments.rows} rows are not shared evenly by {REPLICAS} replicas; allowed: 4, 8, ..."
