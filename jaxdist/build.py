@@ -67,6 +67,11 @@ class Parts(NamedTuple):
     teaching: Any = None
     replicas: Any = None
 
+    @property
+    def evaluated(self) -> PyTree:
+        """The parameters of the target in device memory, where `parallel.local.offload` keeps them on the host."""
+        return (self.target if self.replicas is None else self.replicas.one).params
+
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:
     """The compute capability of the mesh's devices; "" if they are no NVIDIA GPUs.

@@ -82,8 +82,8 @@ def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     jax.tree_util.tree_map_with_path(check, specs, shapes, is_leaf=lambda node: isinstance(node, P))
 
 
-def on_host(target: TrainState) -> TrainState:
-    """The target with the arrays of its optimizer state in host memory."""
+def on_host(target: PyTree) -> PyTree:
+    """The tree of ShapeDtypeStructs in host memory."""
 
     def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not leaf.ndim:  # counts of steps stay on the device: 4 bytes each, and the step would wait for every one
@@ -93,7 +93,7 @@ def on_host(target: TrainState) -> TrainState:
             there = NamedSharding(leaf.sharding.mesh.abstract_mesh, leaf.sharding.spec, memory_kind=HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
 
-    return target._replace(opt_state=jax.tree.map(one, target.opt_state))
+    return jax.tree.map(one, target)
 
 
 def residual_target(shapes: PyTree, specs: PyTree, mesh: AnyMesh, sync: GradSync) -> tuple[PyTree, PyTree]:
@@ -228,7 +228,7 @@ def state_target(
     target = abstract_state(shapes, stored, optimizer, mesh, residual)._replace(
         model_state=_replicated_like(model_state, mesh)
     )
-    return on_host(target) if options.offload and has_host_memory(mesh) else target
+    return target._replace(opt_state=on_host(target.opt_state)) if options.offload and has_host_memory(mesh) else target
 
 
 def init_state(

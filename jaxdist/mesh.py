@@ -117,14 +117,26 @@ def abstract_mesh(*, platform: str | None = None, **sizes: int) -> AbstractMesh:
 
 
 def has_host_memory(mesh: AnyMesh) -> bool:
-    """Whether arrays of these devices can be stored in pinned host memory (`HOST`). A mesh without devices stands for
-    one of GPUs, where they can."""
+    """Whether arrays of these devices can be in pinned host memory (`HOST`); without devices, as of GPUs, they can."""
     if not isinstance(mesh, Mesh):
         return True
     device = mesh.local_devices[0]
     kinds = {kind.kind for kind in device.addressable_memories()}
-    # GPUs that are only described to the compiler list no memories.
-    return HOST in kinds or (not kinds and device.platform == "gpu")
+    return HOST in kinds or (not kinds and device.platform == "gpu")  # GPUs that are only described list no memories
+
+
+def fetched(tree: Any) -> Any:
+    """The tree with the arrays of host memory copied to devices: an operation on both memories is an error."""
+    return jax.tree.map(lambda leaf: _moved(leaf, jax.memory.Space.Device), tree)
+
+
+def stored_like(tree: Any, old: Any) -> Any:
+    """The tree with each array in the memory in which that of `old` is."""
+    return jax.tree.map(lambda leaf, old: _moved(leaf, jax.typeof(old).memory_space), tree, old)
+
+
+def _moved(leaf: jax.Array, space: Any) -> jax.Array:
+    return leaf if jax.typeof(leaf).memory_space == space else jax.device_put(leaf, space)
 
 
 def on_cpu(mesh: AnyMesh) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import UserError
-from jaxdist.mesh import HOST, AnyMesh, sizes_text
+from jaxdist.mesh import HOST, AnyMesh, fetched, sizes_text, stored_like
 from jaxdist.optim import apply_updates
 from jaxdist.precision.loss_scale import choose, fresh_guard
 from jaxdist.precision.reproducible import products_rounded
@@ -139,16 +139,10 @@ def updated(
 ) -> tuple[PyTree, PyTree]:
     """(parameters, optimizer state) after the optimizer's update, or unchanged to the bit.
 
-    Arrays of the optimizer state that are stored in host memory are copied to the device, and back afterwards.
-
-    taken: whether to update.
-    branch: whether to decide by `lax.cond`, not by `where`.
+    taken: whether to update. branch: whether to decide it by `lax.cond`, not by `where`.
     shardings: of the parameters; an extra argument for optimizers that communicate by themselves.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-
-    def move(leaf: jax.Array, *, like: Any) -> jax.Array:
-        return leaf if jax.typeof(leaf).memory_space == like else jax.device_put(leaf, like)
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
@@ -158,8 +152,7 @@ def updated(
     rest = state.opt_state
     if any(jax.typeof(leaf).memory_space != jax.memory.Space.Device for leaf in jax.tree.leaves(rest)):
         grads, rest = jax.lax.optimization_barrier((grads, rest))  # or XLA fetches it before there are gradients
-    # Types say where each array is; an operation on two memory spaces is an error.
-    near = jax.tree.map(lambda leaf: move(leaf, like=jax.memory.Space.Device), rest)
+    near = fetched(rest)  # and its new arrays go back afterwards
     # In a condition XLA:CPU updates in place; for a `where` it keeps old and new. XLA:GPU fuses a `where` into the
     # update (compiled for 8 H100, it takes no byte more than no choice at all), but waits at a condition.
     if branch:
@@ -167,7 +160,7 @@ def updated(
         params, new = jax.lax.cond(taken, update, stay, grads, near, state.params)
     else:
         params, new = choose(taken, update(grads, near, state.params), (state.params, near))
-    return params, jax.tree.map(lambda leaf, old: move(leaf, like=jax.typeof(old).memory_space), new, state.opt_state)
+    return params, stored_like(new, state.opt_state)
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -30,7 +30,7 @@ from jaxdist.collectives import (
 )
 from jaxdist.config.sections.local import LocalConfig
 from jaxdist.local_sgd.state import REPLICAS, LocalState, apart, cut, cut_specs, paste, within
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, fetched, stored_like
 from jaxdist.optim import apply_updates, global_norm
 from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import accumulation_dtype
@@ -112,12 +112,13 @@ def make_outer_step(
         def step(state: TrainState, last: Metrics) -> tuple[TrainState, Metrics]:
             own: LocalState = state.opt_state
             mine = cut(own.params, index, count, frozen=frozen, lead=True)
-            anchor = cut(state.params, index, count, frozen=frozen)
-            lost = own.lost[index] if own.lost else {}
+            whole, before = fetched((state.params, own.outer[index]))
+            anchor = cut(whole, index, count, frozen=frozen)
+            lost = fetched(own.lost[index]) if own.lost else {}
             totals, highest, means, errors = run(mine, anchor, lost, *_measured(last, own, index))
             means = claim_replicated(means, of, mesh)
             with jax.numpy_dtype_promotion("standard"):
-                updates, opt_state = outer.update(means, own.outer[index], anchor)
+                updates, opt_state = outer.update(means, before, anchor)
             anchor = apply_updates(anchor, updates)
             met = {name: _kept(mine[name], leaf, local.keep) for name, leaf in anchor.items()}
             own = own._replace(
@@ -127,7 +128,8 @@ def make_outer_step(
                 outer=(*own.outer[:index], opt_state, *own.outer[index + 1 :]),
                 lost=(*own.lost[:index], errors, *own.lost[index + 1 :]) if own.lost else (),
             )
-            new = state._replace(params=paste(state.params, anchor, index, count), opt_state=own)
+            new = state._replace(params=paste(whole, anchor, index, count), opt_state=own)
+            new = stored_like(new, state)
             return new, _metrics(totals, highest, means, last, replicas, options.max_skips)
 
         outputs = shardings_of(state), NamedSharding(mesh, P())

@@ -20,7 +20,7 @@ from jaxdist.config.schema import Config
 from jaxdist.config.sections.local import LocalConfig
 from jaxdist.local_sgd.state import REPLICAS, LocalState, local_target, outer_optimizer, spread_out
 from jaxdist.local_sgd.step import LocalStep, check_has_blocks, make_local_step
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, fetched
 from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.pretrained.source import Say
@@ -92,6 +92,7 @@ def regrouped(state: TrainState, count: int) -> TrainState:
     and the plain mean of the optimizer states and of the errors of int8. Counts and loss scale are the least there are.
     The round's tokens are shared out equally.
     """
+    state = fetched(state)
     own: LocalState = state.opt_state
     tokens = own.tokens[:, -1]
     weights = jnp.where(tokens.sum() > 0, tokens, jnp.ones_like(tokens))

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config.sections.local import LocalConfig
-from jaxdist.mesh import AnyMesh
+from jaxdist.init import on_host
+from jaxdist.mesh import AnyMesh, has_host_memory
 from jaxdist.optim import leave_out
 from jaxdist.specs import STACKED, PyTree, leaves_by_name, map_specs, placed_specs, without_idle
 from jaxdist.state import TrainState, optimizer_specs, shardings_of, specs_of_arrays
@@ -162,10 +163,16 @@ def local_target(
     )
     guard = jax.tree.map(lambda _: split, one.guard)
     layout = TrainState(P(), specs, own, (), guard)
-    return map_specs(
+    target = map_specs(
         lambda spec, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
         layout,
         shapes,
+    )
+    if not (local.offload and has_host_memory(mesh)):
+        return target
+    own = target.opt_state
+    return target._replace(
+        params=on_host(target.params), opt_state=own._replace(outer=on_host(own.outer), lost=on_host(own.lost))
     )
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config.sections.precision import LossScale
+from jaxdist.mesh import fetched
 from jaxdist.specs import PyTree
 
 
@@ -58,14 +59,8 @@ def is_finite(*values: jax.Array) -> jax.Array:
 
 def tree_is_finite(tree: PyTree) -> jax.Array:
     """Whether all numbers in a tree of arrays are finite. For use under `jit`; arrays may be in host memory."""
-    device = jax.memory.Space.Device
-
-    def one(leaf: jax.Array) -> jax.Array:
-        near = leaf if jax.typeof(leaf).memory_space == device else jax.device_put(leaf, device)
-        return jnp.isfinite(near).all()
-
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return functools.reduce(jnp.logical_and, map(one, floats), jnp.ones((), bool))
+    floats = [leaf for leaf in jax.tree.leaves(fetched(tree)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in floats), jnp.ones((), bool))
 
 
 def is_halted(guard: Guard, max_skips: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxdist.collectives import psum, to_varying
 from jaxdist.data import BLOCK, Part, make_eval_loader
 from jaxdist.data.own_batches import Placing, as_many, indexed, one_pass
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, on_cpu
+from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, fetched, on_cpu
 from jaxdist.model import ModelDef
 from jaxdist.optim.ema import EmaState, ema_of
 from jaxdist.parallel.compose import get_strategy
@@ -45,7 +45,7 @@ def averaged(state: TrainState) -> PyTree:
 
 def evaluated(state: TrainState) -> PyTree:
     """The parameters to evaluate, by a configuration: the moving average where `train.ema` keeps one."""
-    return averaged(state) if isinstance(state.opt_state, EmaState) else state.params
+    return averaged(state) if isinstance(state.opt_state, EmaState) else fetched(state.params)
 
 
 def unused_keys(rows: int) -> jax.Array:
@@ -228,7 +228,7 @@ def own_evaluation(
         sums = add_up((totals(params, state.model_state, batch) for batch in batches()), on_cpu=on_cpu(mesh))
         return mean_metrics(sums)
 
-    jax.eval_shape(totals, plan.parts.target.params, plan.parts.target.model_state, next(batches()))
+    jax.eval_shape(totals, plan.parts.evaluated, plan.parts.target.model_state, next(batches()))
     return evaluate
 
 
@@ -298,7 +298,7 @@ def text_sampler(plan: RunPlan) -> Sampler | None:
     keys = row_keys(config.train.seed, range(rows))
     run = Generator(*forward_parts(plan), Sampling(TEMPERATURE), positions=length, chunk=tokens)
     try:
-        run.trace(plan.parts.target.params, tokens)
+        run.trace(plan.parts.evaluated, tokens)
     except UserError as error:
         raise UserError(
             f"train.sample_tokens: {config.train.sample_tokens}, but this model cannot be sampled from, which gives it"

@@ -115,6 +115,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     schedule, microbatches = order_of_work(sync, mesh, parallel.schedule, parallel.microbatches)
     kind = "simulated CPU" if on_cpu(mesh) else mesh.devices.flat[0].device_kind
     idle = jax.device_count() - mesh.size
+    anchor = parallel.local.on and not parallel.local.offload
     near, far = resident_bytes(parts.target) / 2**20, resident_bytes(parts.target, on_host=True) / 2**20
     rows = {
         "run": str(run.outputs.folder),
@@ -129,7 +130,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         + (f", attention by {form}" if (form := getattr(parts.model, "context", None)) else "")
         + (", prefetching" if parts.options.prefetch else "")
         + (f", remat {remat if isinstance(remat, str) else show(remat)}" if remat != "none" else ""),
-        "state": f"{near:.2f} MiB a device ({'anchor, ' if parallel.local.on else ''}parameters and optimizer)"
+        "state": f"{near:.2f} MiB a device ({'anchor, ' if anchor else ''}parameters and optimizer)"
         + (f", {far:.2f} MiB a device in host memory" if far else ""),
     }
     asked, steps = config.optimizer.warmup_steps, config.train.steps
@@ -140,7 +141,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     if ModelFacts.of(config.model.name).kernels:
         kernel, why = parts.attention
         rows["attention"] = kernel + (f", because {why}" if why else "")
-    if config.memory.offload.optimizer and (on_cpu(mesh) or not has_host_memory(mesh)):
+    if (config.memory.offload.optimizer or parallel.local.offload) and (on_cpu(mesh) or not has_host_memory(mesh)):
         rows["offload"] = f"without effect: {kind} devices have no host memory beside their own"
     if cache := cache_row(config.devices.compilation_cache, jax.default_backend(), run.cache.count):
         rows["cache"] = cache

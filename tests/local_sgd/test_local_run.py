@@ -89,6 +89,25 @@ def test_a_resumed_run_says_when_its_last_evaluation_was(
     assert " bits per byte (evaluated after step 6, not since), " in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_run_evaluates_an_anchor_in_host_memory(
+    finished: Path, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its losses are those of a run without, and each can go on where the other was."""
+    keys = ["parallel.local.offload=true", "train.sample_tokens=4", "observe.report=true"]
+    assert train(configure(*keys), tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert " MiB a device in host memory\n" in said and "(anchor," not in said
+    assert "offload    without effect" in said  # as for any offload on CPUs
+
+    def losses(folder: Path) -> list[tuple[float, float | None]]:
+        return [(record["loss"], record.get("eval/loss")) for record in read_metrics(folder / "metrics.jsonl")]
+
+    assert losses(tmp_path / "run") == losses(finished)
+    assert train(configure("train.steps=9", "train.eval_every=3"), tmp_path / "run") == 0
+    assert "held-out text: " in capsys.readouterr().out
+
+
 def test_the_header_says_how_replicas_meet_and_what_has_no_use() -> None:
     plain = LocalConfig(every=10)
     said = describe_local(plain, 4, 60)

@@ -1,5 +1,6 @@
 """Replicas that fail, that send less, and that resume: from a checkpoint in mid-round, and as another number."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxdist.errors import UserError
 from jaxdist.local_sgd.replicas import Replicas
 from jaxdist.local_sgd.state import outer_optimizer
 from jaxdist.local_sgd.step import init_local_state, make_local_step
-from jaxdist.mesh import make_mesh
+from jaxdist.mesh import HOST, make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import check_replicas
@@ -36,6 +37,11 @@ def host(tree: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(host(a)), jax.tree.leaves(host(b)), strict=True))
+
+
+def memories(tree: Any) -> set[str]:
+    """The kinds of memory in which the arrays are; counts of steps are always on the device."""
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
 def poisoned(state: TrainState) -> Any:
@@ -131,6 +137,35 @@ def test_a_checkpoint_in_mid_round_goes_on_with_the_same_bits_and_with_another_n
     more, metrics = four.step(more, placed(4, more))
     more, metrics = four.step(more, placed(5, more))
     assert "round_loss" in metrics
+
+
+@pytest.mark.slow
+def test_an_anchor_in_host_memory_leads_to_the_same_bits(tmp_path: Path) -> None:
+    outer = OuterConfig("nesterov", 0.7, 0.9)
+    near = LocalConfig(every=2, outer=outer, fragments=2, algorithm="ring", wire_dtype="int8")
+    far = dataclasses.replace(near, offload=True)
+    found = []
+    for local in (near, far):
+        state, replicas = replicas_of_test(2, local)
+        for i in range(3):
+            state, _ = replicas.step(state, placed(i, state))
+        found.append(state)
+    want, got = found
+    assert same(want, got)
+    own = got.opt_state
+    assert memories((got.params, own.outer, own.lost)) == {HOST} and memories(want) == {"device"}
+    assert memories((got.step, got.guard, own.params, own.opt_state, own.tokens, own.losses)) == {"device"}
+
+    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
+        checkpoints.save(3, got, {"config": {"mesh.data": 2}})
+        checkpoints.wait()
+        back, four = replicas_of_test(2, near)[1], replicas_of_test(4, far)[1]
+        assert same(back.restore(checkpoints, 3, print), want)
+        more = four.restore(checkpoints, 3, print)
+    assert memories((more.params, more.opt_state.outer, more.opt_state.lost)) == {HOST}
+    assert same(more.params, want.params) and same(more.opt_state.outer, own.outer)
+    more, _ = four.step(more, placed(3, more))
+    assert memories(more.params) == {HOST}
 
 
 def test_a_step_from_python_has_no_more_fragments_than_blocks() -> None:

@@ -45,6 +45,7 @@ class LocalConfig:
     wire_dtype: str | None = setting(
         None, "what the outer step sends instead of fp32; int8: with error feedback", choices=WIRE_DTYPES
     )
+    offload: bool = setting(False, "anchor and outer optimizer's state are in host memory between outer steps")
 
     @property
     def on(self) -> bool:

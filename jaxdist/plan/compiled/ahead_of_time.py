@@ -183,7 +183,7 @@ def planned_of(
     """The `Planned` of a compiled step. rates: ideal and realistic ones. seconds: that tracing and compiling took."""
     target, precision = parts.target, parts.options.precision
     mesh, batch = target.step.sharding.mesh, batch_of(config, target.step.sharding.mesh)
-    needed = model_flops(parts.model, target.params, target.model_state, batch, precision=precision)
+    needed = model_flops(parts.model, parts.evaluated, target.model_state, batch, precision=precision)
     footprint, text = footprint_of(program, config, parts), program.as_text()
     assert footprint is not None and "is_scheduled=true" in text[:2000]
     return Planned(

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import AXES
+from jaxdist.mesh import AXES, fetched
 from jaxdist.specs import PyTree, path_name, spec_axes
 
 DEVICES_SHOWN = 4  # in a line
@@ -60,7 +60,7 @@ def make_digests(specs: Sequence[P], mesh: Mesh) -> Callable[[list[jax.Array]], 
         return jnp.stack([digest(leaf) for leaf in leaves])[None]
 
     run = jax.shard_map(region, mesh=mesh, in_specs=(list(specs),), out_specs=P(AXES))
-    return jax.jit(lambda leaves: run([jax.device_put(leaf, jax.memory.Space.Device) for leaf in leaves]))
+    return jax.jit(lambda leaves: run(fetched(leaves)))
 
 
 def odd_ones(table: np.ndarray, names: Sequence[str], specs: Sequence[P], mesh_shape: Sequence[int]) -> list[Odd]:

@@ -51,7 +51,7 @@ class StepFigures:
         if self._peak is not None:
             with self._told("mfu"):
                 self._flops = model_flops(
-                    parts.model, parts.target.params, parts.target.model_state, batch, precision=parts.options.precision
+                    parts.model, parts.evaluated, parts.target.model_state, batch, precision=parts.options.precision
                 )
         if traced is not None and not self._closed:
             with self._told("sent_bytes"):
