@@ -127,6 +127,19 @@ def test_a_program_for_gpus_moves_it() -> None:
     assert "annotate_device_placement" not in step.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_a_program_for_gpus_fetches_the_anchor_of_replicas_in_an_outer_step_only() -> None:
+    keys = ["optimizer.name=adamw", "model.layers=1", "mesh={data: 2, fsdp: 1}", "parallel.strategy=ddp"]
+    keys += ["parallel.local={every: 10, offload: true, outer: {name: nesterov, lr: 1.0, momentum: 0.5}}"]
+    config = load_config(QUICKSTART, [*keys, "train.eval_every=0"], planned=True)
+    parts = assemble(config, mesh := abstract_mesh(**vars(config.mesh)))
+    batch, target = batch_of(config, mesh), parts.target
+    inner = parts.step.jitted(target).trace(target, batch)
+    outer = parts.step.outer(0, target).trace(target, parts.step.inner_metrics(target, batch))
+    texts = [step.lower(lowering_platforms=("cuda",)).as_text() for step in (inner, outer)]
+    leaves = len(jax.tree.leaves((target.params, target.opt_state.outer)))
+    assert [text.count('_xla_buffer_placement = "device"') for text in texts] == [0, leaves]
+
+
 @pytest.mark.slow
 def test_explain_finds_no_moment_on_the_device() -> None:
     found = [
