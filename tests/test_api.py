@@ -199,3 +199,19 @@ def test_bf16_gradients_are_near_fp32_even_of_frequent_tokens() -> None:
 
 def test_public_names() -> None:
     assert set(jaxdist.__all__) >= {"make_mesh", "make_train_step", "init_state", "load_config", "collectives"}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"microbatches": 0}, r"^microbatches: 0; allowed: an integer >= 1$"),
+        ({"microbatches": 2.0}, r"^microbatches: 2\.0; allowed: an integer >= 1$"),
+        ({"max_skips": -1}, r"^max_skips: -1; allowed: an integer >= 0$"),  # it would skip every step
+        ({"min_shard_bytes": "1MB"}, r"^min_shard_bytes: '1MB'; allowed: an integer >= 0$"),
+    ],
+    ids=str,
+)
+def test_counts_of_a_step_that_are_none(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        jaxdist.StepOptions(**given)
+    assert jaxdist.StepOptions(microbatches=np.int64(2)).microbatches == 2

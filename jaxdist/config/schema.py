@@ -320,8 +320,7 @@ class DevicesConfig:
     xla: XlaConfig = section(XlaConfig, "settings of the compiler", shorthand="preset")
     compilation_cache: str | bool = setting(
         True,
-        "where compiled programs are kept; true: a folder of your own under ~/.cache, on GPUs; a folder: this "
-        "one, also on CPUs from jax 0.11",
+        "where compiled programs of GPUs are kept; true: a folder of your own under ~/.cache; a folder: this one",
         switch=True,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxdist.config.rules.overlap import check_batch_split
 from jaxdist.config.rules.remat import Remat, check_prefetch, check_remat
 from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.grad_sync import check_sync, finish, order_of_work, reduce_late
 from jaxdist.precision.policy import Precision, make_precision
@@ -28,19 +29,14 @@ class StepOptions:
     min_shard_bytes: parameters smaller than this, counted for one block, stay whole.
     reshard_after_forward: whether zero3 gathers again for the backward pass; else it keeps the gathered parameters.
     prefetch: 1 communicates for one block while another computes (`blocks.prefetch`); 0 does not.
-    batch_split: 2 runs each block for two halves of a device's samples, so that what one half sends travels while the
-        other multiplies (`blocks.batch_split`); 1 does not.
-    pipeline_cond: whether a pipeline's stage skips other stages' work by conditions. Else it computes that work and
-    discards it, and no collective is in a condition.
-    strategy: a file in `parallel/strategies`, a dotted path, or the function itself.
-    schedule: a file in `parallel/schedules`, a dotted path, or the function itself.
-    microbatches: the parts of a batch that are computed one after the other.
+    batch_split: 2 sends for one half of a device's samples while the other multiplies (`blocks.batch_split`).
+    pipeline_cond: whether a stage skips others' work by conditions; else it computes it, with no collective in one.
+    strategy, schedule: a file in `parallel/strategies` or `parallel/schedules`, a dotted path, or the function itself.
+    microbatches: parts of a batch, computed one after the other.
     remat: what is recomputed in the backward pass: a mode, or the names of values that are kept.
-    freeze: patterns ("embed.*") of parameters that are not trained.
-    offload: whether the optimizer state is in host memory, where devices have one.
-    seed: of initialisation and of dropout.
+    freeze: patterns ("embed.*") of parameters that are not trained. offload: the optimizer state is in host memory.
+    seed: of initialisation and of dropout. return_grads: whether the metrics hold the gradients.
     max_skips: after more than so many steps in a row that are not finite, nothing changes any more.
-    return_grads: whether the metrics hold the gradients.
 
     Raises `UserError` for options that exclude each other.
     """
@@ -70,6 +66,9 @@ class StepOptions:
             resolved["freeze"] = tuple(self.freeze)
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
+        for name, least in (("microbatches", 1), ("max_skips", 0), ("min_shard_bytes", 0)):
+            if not hasattr(value := getattr(self, name), "__index__") or value < least:
+                raise UserError(f"{name}: {value!r}; allowed: an integer >= {least}")
         check_sync(self.grad_sync, self.precision.reduce)
         deterministic = self.grad_sync.deterministic
         check_prefetch(self.prefetch, reshard_after_forward=self.reshard_after_forward, deterministic=deterministic)

@@ -60,7 +60,8 @@ def is_finite(*values: jax.Array) -> jax.Array:
 def tree_is_finite(tree: PyTree) -> jax.Array:
     """Whether all numbers in a tree of arrays are finite. For use under `jit`; arrays may be in host memory."""
     floats = [leaf for leaf in jax.tree.leaves(fetched(tree)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in floats), jnp.ones((), bool))
+    # 0 times inf or NaN is NaN. XLA:CPU takes three times as long for `isfinite(leaf).all()`.
+    return functools.reduce(jnp.logical_and, (jnp.isfinite((leaf * 0).sum()) for leaf in floats), jnp.ones((), bool))
 
 
 def is_halted(guard: Guard, max_skips: int) -> jax.Array:

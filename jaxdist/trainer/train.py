@@ -137,14 +137,15 @@ def steps(run: TrainingRun, work: Work, spikes: Spikes, stop: StopSignal, measur
             settle(run.outputs)
 
     with closing(batches), crumbs.failing(), closing(Profile(run, measured.clock)) as profile:
+        guard = "allow"  # the first call traces the step, which may compute constants
         for batch in crumbs.steps(recorder.awaited(or_lost(batches, lost)), step):
             loaded = run.cache.count
             profile.before(step + 1)
-            with jax.transfer_guard("disallow"):  # an implicit transfer would wait for the device
+            with jax.transfer_guard(guard):  # an implicit transfer would wait for the device
                 crumbs.at_step("dispatch")
                 with recorder.calling(step + 1):
                     progress.state, metrics = plan.parts.step(progress.state, batch)
-                step += 1
+                step, guard = step + 1, "disallow"
                 measured.figures.begin(batch)
                 crumbs.at_step("wait")
                 recorder.dispatched(step, metrics)

@@ -1,9 +1,9 @@
-"""What a checkpoint costs: python scripts/bench/save.py [--width 1024] [--layers 6] [--saves 5] [--json FILE]
+"""What a checkpoint costs: python scripts/bench/save.py [--width 1024] [--layers 6] [--saves 5] [--orbax] [--json FILE]
 
 Trains a GPT on random ids, saves now and then, and compares the steps that run beside a save with the others. Then
-verifies and restores what was saved. With the default sizes the state is about 1 GB; --width 128 --layers 4 is small.
-Run it on a machine that does nothing else. On a machine with a GPU the processor is free for the save; NPROC=1 leaves
-it all cores but one where XLA trains on the processor.
+verifies and restores what was saved. With --orbax the same run follows with saves by orbax alone. With the default
+sizes the state is about 1 GB; --width 128 --layers 4 is small. Run it on a machine that does nothing else. On a machine
+with a GPU the processor is free for the save; NPROC=1 leaves it all cores but one where XLA trains on the processor.
 """
 
 import argparse
@@ -13,21 +13,24 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from jaxdist import init_state, make_mesh, make_optimizer, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.checkpoint.checksums import CHECKSUMS, check_files
+from jaxdist.checkpoint.checksums import check_files
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.data import Loader
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.models.gpt import gpt
+from jaxdist.observe import measured_on
 from jaxdist.specs import BATCH_SPEC
 
 
@@ -46,11 +49,34 @@ def touch(gigabytes: int) -> None:
         mmap.mmap(-1, gigabytes * 2**30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
 
 
+class Orbax:
+    """Saves by orbax's own manager, in the background, as `Checkpoints` does without its checks and checksums."""
+
+    def __init__(self, folder: Path) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(folder, options=options)
+
+    def save(self, number: int, state: Any, _: Any) -> None:
+        """Begin a save."""
+        self._manager.save(number, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state._asdict())))
+
+    def wait(self) -> None:
+        """Wait until it is complete."""
+        self._manager.wait_until_finished()
+
+    def __enter__(self) -> "Orbax":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+
 def save_beside_steps(
-    step: Any, state: Any, loader: Loader, folder: Path, arguments: argparse.Namespace
+    step: Any, state: Any, loader: Loader, folder: Path, arguments: argparse.Namespace, saver: Callable[[Path], Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Seconds of steps alone, of steps beside each save, of the calls of `save`, and of the whole saves."""
-    found: dict[str, Any] = {"alone_s": [], "beside_s": [], "blocked_s": [], "save_s": []}
+    """Seconds of steps alone, of steps beside each save, of the calls of `save`, of what training lost to each save
+    (the call, and what the next step takes longer), and of the whole saves."""
+    found: dict[str, Any] = {"alone_s": [], "beside_s": [], "blocked_s": [], "lost_s": [], "save_s": []}
 
     def alone(state: Any, count: int) -> Any:
         for i in range(count):
@@ -60,7 +86,7 @@ def save_beside_steps(
 
     state = alone(state, 2)  # compilation, and what comes after it
     found["alone_s"].clear()
-    with Checkpoints(folder, keep=2) as checkpoints:
+    with saver(folder) as checkpoints:
         for number in range(1, arguments.saves + 1):
             state = alone(state, arguments.steps)
             touch(arguments.touch)
@@ -72,8 +98,10 @@ def save_beside_steps(
                 state, seconds = timed(step, state, loader.batch(0))
                 beside.append(seconds)
             found["beside_s"].append(beside)
+            after = beside[0] if beside else timed(step, state, loader.batch(0))[1]
+            found["lost_s"].append(found["blocked_s"][-1] + after - statistics.median(found["alone_s"]))
             checkpoints.wait()
-            ended = (folder / str(number) / CHECKSUMS).stat().st_mtime  # the last file
+            ended = max(path.stat().st_mtime for path in (folder / str(number)).rglob("*"))
             found["save_s"].append(ended - (time.time() - (time.perf_counter() - begun)))
     return state, found
 
@@ -97,7 +125,8 @@ def report(found: dict[str, Any], what: str) -> None:
     print(
         f"{what}; step {alone * 1e3:.1f} ms (median of {len(found['alone_s'])}, longest {spread:.3f} x)\n"
         f"{len(found['save_s'])} saves: {statistics.median(found['blocked_s']):.3f} s until training goes on (the"
-        f" first {found['blocked_s'][0]:.3f} s), {statistics.median(found['save_s']):.2f} s in all"
+        f" first {found['blocked_s'][0]:.3f} s), {statistics.median(found['lost_s']):.3f} s with what the next"
+        f" step takes longer, {statistics.median(found['save_s']):.2f} s in all"
     )
     if steps:
         firsts = [save[0] for save in found["beside_s"] if save]
@@ -105,7 +134,8 @@ def report(found: dict[str, Any], what: str) -> None:
             f"{len(steps)} steps beside them: median {statistics.median(steps) / alone:.3f} x, longest"
             f" {max(steps) / alone:.3f} x; the first of each {statistics.median(firsts) / alone:.3f} x"
         )
-    print(f"verify {found['verify_s']:.2f} s, restore {found['restore_s']:.2f} s")
+    if "verify_s" in found:
+        print(f"verify {found['verify_s']:.2f} s, restore {found['restore_s']:.2f} s")
 
 
 @reports_mistakes
@@ -118,6 +148,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="alone, before each save")
     parser.add_argument("--touch", type=int, default=0, metavar="GB", help="memory to use and let go before each save")
     parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")
+    parser.add_argument("--orbax", action="store_true", help="saves by orbax alone follow")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     config = ModelConfig(layers=arguments.layers, width=arguments.width, heads=8, vocab=8192).resolved()
@@ -130,12 +161,22 @@ def main() -> int:
     loader = Loader(ids, seq_len=arguments.seq_len, global_batch=arguments.batch, sharding=sharding)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e9
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        state, found = save_beside_steps(step, state, loader, Path(folder), arguments)
+        state, found = save_beside_steps(
+            step, state, loader, Path(folder), arguments, lambda own: Checkpoints(own, keep=2)
+        )
+        if arguments.orbax:
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as other:
+                state, beside = save_beside_steps(step, state, loader, Path(other), arguments, Orbax)
         del state
         found |= restore(Path(folder), arguments.saves, state_target(model, optimizer, mesh))
-    report(found, f"state {size:.2f} GB on {mesh.size} {jax.devices()[0].device_kind}")
+    what = f"state {size:.2f} GB on {mesh.size} {jax.devices()[0].device_kind}"
+    report(found, what)
+    if arguments.orbax:
+        report(beside, f"orbax alone: {what}")
+        found["orbax"] = beside
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"bytes": round(size * 1e9), "devices": mesh.size, **found}) + "\n")
+        found = {**measured_on(), "bytes": round(size * 1e9), "devices": mesh.size, **found}
+        arguments.json.write_text(json.dumps(found) + "\n")
     return 0
 
 

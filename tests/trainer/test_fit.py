@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jobs import Processes, free_port
 
 import jaxdist
@@ -271,6 +272,29 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint(bare: Loop, tmp_path: Pat
         fit(batches(4), tmp_path, callbacks=[fail], settings={"checkpoint.every": 2})
     same(fit(batches(4), tmp_path).state, bare.state)
     assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == bare.losses
+
+
+@pytest.mark.parametrize("kind", ["ones", "rows", "teacher"])
+def test_a_loss_that_computes_constants(kind: str, tmp_path: Path) -> None:
+    """The first call traces the loss. What jax computes there, or reads of a closed-over array, is no transfer of a
+    step."""
+    mesh = jaxdist.make_mesh(data=2, fsdp=2)
+    teacher = jax.device_put(np.full(4, 2.0, np.float32), NamedSharding(mesh, P("fsdp")))
+    weights: dict[str, Callable[[Any], Any]] = {
+        "ones": lambda batch: jnp.ones_like(batch[:, 0]).sum(),
+        "rows": lambda batch: jax.vmap(lambda row: jnp.float32(1))(batch).sum(),
+        "teacher": len,
+    }
+
+    def loss(params: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
+        want = batch @ teacher if kind == "teacher" else 0.0
+        return jnp.square(batch @ params["w"] - want).sum(), weights[kind](batch)
+
+    given = {"params": {"w": np.ones(4, np.float32)}, "mesh": mesh, "strategy": "zero3"}
+    batch = np.ones((8, 4), np.float32)
+    jaxdist.fit(loss, optax.sgd(0.01), [batch], steps=2, run_dir=tmp_path / "run", **given)
+    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["loss"]
+    assert first == pytest.approx(16.0)
 
 
 def test_moving_average(bare: Loop, tmp_path: Path) -> None:
