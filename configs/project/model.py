@@ -13,7 +13,8 @@ class Embed(nnx.Module):
         self.tokens, self.positions = nnx.Embed(vocab, width, rngs=rngs), nnx.Embed(length, width, rngs=rngs)
 
     def __call__(self, batch, keys):  # keys: a random key for each sample, for dropout
-        return self.tokens.embedding[batch["inputs"]] + self.positions.embedding[...]
+        ids = batch["inputs"]  # [B, S]; generation has shorter rows
+        return self.tokens.embedding[ids] + self.positions.embedding[: ids.shape[1]]
 
 
 class Block(nnx.Module):

@@ -14,7 +14,8 @@ class Embed(nnx.Module):
 
     def __call__(self, batch, keys):  # keys: one random key a sample, for jaxdist.nn.dropout
         # The tables themselves: an nnx.Embed that is called computes in the dtype that it was made with.
-        return self.tokens.embedding[batch["inputs"]] + self.positions.embedding[...]
+        ids = batch["inputs"]  # [B, S]; generation has shorter rows
+        return self.tokens.embedding[ids] + self.positions.embedding[: ids.shape[1]]
 
 
 class Block(nnx.Module):

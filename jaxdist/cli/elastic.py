@@ -127,17 +127,17 @@ def _settings(arguments: Namespace, steps: int, start: dict[str, Any]) -> "Setti
 
 
 def _run(config: Config, arguments: Namespace, folder: Path) -> int:
-    from jaxdist.elastic.log import LOG_NAME
     from jaxdist.elastic.run_directory import check_directory, log_so_far, pushes_in
     from jaxdist.elastic.worker import check_job
     from jaxdist.errors import RunStopped
     from jaxdist.runtime.run_claim import RunClaim
+    from jaxdist.runtime.run_folder import ELASTIC_LOG
 
     check_job(config)
     text, shown = to_yaml(config), shlex.quote(str(folder))
     try:
         with _sigterm_as_sigint(), RunClaim(folder) as claim:
-            before = log_so_far(folder / LOG_NAME)
+            before = log_so_far(folder / ELASTIC_LOG)
             settings = _settings(arguments, config.train.steps, before[0] if before else {})
             check_directory(settings, text, folder, before)
             _say(f"run        {folder}")
@@ -154,7 +154,7 @@ def _run(config: Config, arguments: Namespace, folder: Path) -> int:
     except RunStopped as error:
         _say(f"error: {error}")
         return STOPPED
-    _say(f"log        {folder / LOG_NAME}; to check it: jaxdist replay {shown}")
+    _say(f"log        {folder / ELASTIC_LOG}; to check it: jaxdist replay {shown}")
     return DONE
 
 
@@ -212,10 +212,11 @@ def replay_main(argv: Sequence[str], prog: str = "jaxdist replay") -> int:
     parser = CommandParser(prog=prog, description=about, **with_examples(_REPLAYS))
     parser.add_argument("log", metavar="LOG", help="elastic.jsonl, or its folder, with config.yaml beside it")
     arguments = parser.parse_args(argv)
-    from jaxdist.elastic.log import LOG_NAME, read_log
+    from jaxdist.elastic.log import read_log
+    from jaxdist.runtime.run_folder import ELASTIC_LOG
 
     path = Path(arguments.log)
-    path = path / LOG_NAME if path.is_dir() else path
+    path = path / ELASTIC_LOG if path.is_dir() else path
     return _replay(read_log(path), path)
 
 

@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist") -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:  # a run in training stops in its own way
+        return 128 + signal.SIGINT
     return status
 
 

@@ -11,8 +11,8 @@ from jaxdist.config.json_reader import parse_json
 from jaxdist.elastic.rule import Event
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.files.regular import open_to_append, read_regular, replace_file
+from jaxdist.runtime.run_folder import ELASTIC_LOG
 
-LOG_NAME = "elastic.jsonl"
 LOG_BYTES, WORKERS = 1 << 30, 100_000
 _COUNT = int
 # The keys of each kind of line, and their types. A line may have others, which nobody reads.
@@ -99,7 +99,7 @@ def read_log(path: Path, *, may_be_new: bool = False) -> list[Event]:
             raise UserError(f"{path}: larger than {LOG_BYTES} bytes; a log of jaxdist elastic is not")
         *lines, _ = read_regular(path).split(b"\n")
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the {LOG_NAME} of a run of jaxdist elastic") from error
+        raise UserError(f"{path}: {error.strerror}; give the {ELASTIC_LOG} of a run of jaxdist elastic") from error
     if may_be_new and not lines:
         return []
     events = []
@@ -108,10 +108,12 @@ def read_log(path: Path, *, may_be_new: bool = False) -> list[Event]:
             events.append(_checked(parse_json(line)))
         except ValueError as error:
             raise UserError(
-                f"{path}:{number}: {error}; give the {LOG_NAME} of a run of jaxdist elastic, unchanged"
+                f"{path}:{number}: {error}; give the {ELASTIC_LOG} of a run of jaxdist elastic, unchanged"
             ) from error
     if not events or events[0]["event"] != "start":
-        raise UserError(f"{path}: does not begin with an event start; give the {LOG_NAME} of a run of jaxdist elastic")
+        raise UserError(
+            f"{path}: does not begin with an event start; give the {ELASTIC_LOG} of a run of jaxdist elastic"
+        )
     return events
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.elastic.cluster import load_ray
-from jaxdist.elastic.log import LOG_NAME, Log, progress_line
+from jaxdist.elastic.log import Log, progress_line
 from jaxdist.elastic.replay import made_with, sha256_of
 from jaxdist.elastic.rule import BoundedStaleness, told
 from jaxdist.elastic.run_directory import SERVERS_NAME, Settings, begin, first_line, pushes_in, staleness_in
@@ -21,6 +21,7 @@ from jaxdist.elastic.server import Server, bounds
 from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.runtime.run_claim import RunClaim
+from jaxdist.runtime.run_folder import ELASTIC_LOG
 
 _TURN_S = 0.05  # between two looks at who is silent
 SAY_S = 10.0  # between two lines about progress
@@ -375,7 +376,7 @@ def run_elastic(
     folder = claim.follow()
     if not before:
         begin(text, folder)
-    with Log(folder / LOG_NAME, time.monotonic) as log:
+    with Log(folder / ELASTIC_LOG, time.monotonic) as log:
         run = ElasticRun(settings, text, folder.resolve(), log, before, say, worker, options)
 
         def both(event: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config.json_reader import parse_json
-from jaxdist.elastic.log import LOG_NAME, read_log
+from jaxdist.elastic.log import read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.errors import UserError
 from jaxdist.files.regular import read_regular, replace_file
+from jaxdist.runtime.run_folder import ELASTIC_LOG
 
 CONFIG_NAME, SERVERS_NAME = "config.yaml", "servers"
 _FOREIGN = ("metrics.jsonl", "checkpoints")  # of `jaxdist train`
@@ -77,8 +78,8 @@ def check_directory(settings: Settings, text: str, folder: Path, before: Sequenc
         foreign += [CONFIG_NAME] if config.exists() and read_regular(config) != text.encode() else []
         if foreign:
             raise UserError(
-                f"--run-dir: {folder} has a {foreign[0]} of another run, and no {LOG_NAME}; allowed: a new folder, or"
-                " that of a run of jaxdist elastic"
+                f"--run-dir: {folder} has a {foreign[0]} of another run, and no {ELASTIC_LOG}; allowed: a new folder,"
+                " or that of a run of jaxdist elastic"
             )
         return
     for key, value in first_line(settings).items():

@@ -46,7 +46,7 @@ _TOKEN = re.compile(
 )
 _SECRET = re.compile(_NAME, re.IGNORECASE)
 # Keys of jaxdist's own configuration that hold one of the words and no secret; a record without them cannot be rerun.
-_HARMLESS = frozenset({"train.sample_tokens", "data.token_dtype"})
+_HARMLESS = frozenset({"train.sample_tokens", "data.token_dtype", "data.mask_token", "data.mask_token_rate"})
 _ASSIGNMENT = re.compile(
     rf"""(?P<name>(?<![\w.\-])(?:{_NAME}))(?P<equals>["']?\s*[=:]\s*)"""
     r"""(?P<value>"[^"]*"|'[^']*'|(?:basic|bearer|digest|token)\s+[^\s&;"'}]+|[^\s&;"'}]+)""",
@@ -66,7 +66,9 @@ def redact(text: str) -> str:
     without values that look like one themselves, such as the tokens of well-known services."""
 
     def hide(match: re.Match[str]) -> str:
-        if match["name"] in _HARMLESS:
+        # "tokens: 2,503,730 tokens to train on" is what a header says of the source of this name.
+        number = match["name"] == "tokens" and match["value"].replace(",", "").isdecimal()
+        if match["name"] in _HARMLESS or number:
             return match[0]
         return f"{match['name']}{match['equals']}{REDACTED}"
 

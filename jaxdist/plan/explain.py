@@ -122,7 +122,7 @@ def explain_parts(
 def memory_at_rest(target: TrainState) -> dict[str, int]:
     """Exact bytes of the state on one device, but for the count of steps."""
     state = {"parameters": resident_bytes(target.params), "optimizer state": resident_bytes(target.opt_state)}
-    if host := resident_bytes(target.opt_state, on_host=True):
+    if host := resident_bytes((target.params, target.opt_state), on_host=True):  # the first: an anchor of replicas
         state[IN_HOST_MEMORY] = host
     return state | ({"residual of int8": resident_bytes(target.residual)} if jax.tree.leaves(target.residual) else {})
 

@@ -14,6 +14,7 @@ from jaxdist.files.regular import open_to_append
 RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds its checkpoints
 ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
 STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
+ELASTIC_LOG = "elastic.jsonl"  # in the folder of an elastic run
 NAME_LENGTH = 64
 # The folders of a run directory that a run writes into. W&B makes links in its own.
 WRITTEN = ("checkpoints", "logs", "stacks", "profile", "tensorboard")

@@ -35,6 +35,7 @@ from jaxdist.precision.loss_scale import released
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.run_claim import RunClaim
+from jaxdist.runtime.run_folder import ELASTIC_LOG
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.specs import BATCH_SPEC, PyTree
 from jaxdist.state import TrainState
@@ -130,6 +131,8 @@ class Outputs:
             say = lambda line: self.warn({"what": line, "action": "went on"})  # noqa: E731
             return stack.enter_context(MetricsWriter(self.folder / name, resume_step=resume_step, say=say))
 
+        if (self.folder / ELASTIC_LOG).exists():
+            raise UserError(f"--run-dir: {self.folder} is the folder of an elastic run; allowed: a new folder")
         try:
             if problem := self.checkpoints.no_room():
                 raise problem

@@ -75,6 +75,15 @@ def test_tokens_errors(tmp_path: Path, key: str, changes: dict[str, Any], messag
     caught.match(message)
 
 
+@pytest.mark.parametrize("save", [np.save, np.savez])
+def test_a_file_of_numpy_is_no_file_of_tokens(save: Any, tmp_path: Path) -> None:
+    """Its header would be read as ids."""
+    save(tmp_path / "tokens", np.arange(5000, dtype=np.int64))
+    [file] = tmp_path.iterdir()
+    with pytest.raises(UserError, match=r"^data\.path: '.*' is a NumPy file, .*; give one with ids alone"):
+        tokens(config(file))
+
+
 def some_data(name: str, folder: Path) -> DataConfig:
     """A little data for a source. Skips where its package is not installed."""
     if name == "images":

@@ -22,7 +22,7 @@ from jobs import marked, wait_until
 from syntax import ROOT
 
 from jaxdist.elastic.cluster import cluster
-from jaxdist.elastic.log import LOG_NAME, read_log
+from jaxdist.elastic.log import read_log
 from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.replay import replay, sha256_of
 from jaxdist.elastic.run import ElasticRun, run_elastic
@@ -30,6 +30,7 @@ from jaxdist.elastic.run_directory import Settings, check_directory, log_so_far
 from jaxdist.elastic.worker import Worker
 from jaxdist.errors import RunStopped, UserError
 from jaxdist.runtime.run_claim import RunClaim
+from jaxdist.runtime.run_folder import ELASTIC_LOG
 
 pytest.importorskip("ray", reason="SKIPPED: Ray is not installed: pip install 'jaxdist[elastic]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -68,14 +69,14 @@ class Dying(Toy):
 def play(settings: Settings, folder: Path, disturb: Any = None, worker: type = Toy) -> Any:
     text = "train: {}\n"
     with RunClaim(folder) as claim:
-        before = log_so_far(folder / LOG_NAME)
+        before = log_so_far(folder / ELASTIC_LOG)
         check_directory(settings, text, folder, before)
         return run_elastic(settings, text, claim, before, print, worker=worker, disturb=disturb)
 
 
 def check(folder: Path, settings: Settings, result: Any) -> list[dict[str, Any]]:
     """The log's staleness is in the bound, and it gives the same bits in this process."""
-    events = read_log(folder / LOG_NAME)
+    events = read_log(folder / ELASTIC_LOG)
     again = replay(events, Toy("w0").numbers(), Toy)
     assert sha256_of(again.flat) == events[-1]["sha256"] == sha256_of(result.flat) and again.version == result.version
     stale = [push["staleness"] for event in events if event["event"] == "commit" for push in event["pushes"]]
@@ -208,5 +209,5 @@ def test_the_command_and_its_replay(tmp_path: Path) -> None:
         program = [sys.executable, "-m", "jaxdist.cli.main", *command]
         done = subprocess.run(program, cwd=tmp_path, env=without_ray(), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
-    events = read_log(tmp_path / "run" / LOG_NAME)
+    events = read_log(tmp_path / "run" / ELASTIC_LOG)
     assert 2 < events[-1]["loss"] < 6

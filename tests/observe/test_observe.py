@@ -428,6 +428,8 @@ def test_any_secret_assignment_is_redacted(name, secret):
     [
         "train.sample_tokens=200",
         "data.token_dtype=uint16",
+        "data.mask_token_rate=0.15",
+        "tokens: 2,503,730",
         "data.source=tokens",
         "--config",
         "data.path=/a/b@c",

@@ -15,8 +15,8 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.load import load_config
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.mesh import HOST, abstract_mesh
-from jaxdist.plan.compiled.memory import batch_of
-from jaxdist.plan.explain import explain
+from jaxdist.plan.compiled.memory import batch_of, resident_bytes
+from jaxdist.plan.explain import IN_HOST_MEMORY, explain, memory_at_rest
 from jaxdist.state import TrainState
 from jaxdist.trainer.train import train
 
@@ -137,6 +137,8 @@ def test_a_program_for_gpus_fetches_the_anchor_of_replicas_in_an_outer_step_only
     outer = parts.step.outer(0, target).trace(target, parts.step.inner_metrics(target, batch))
     texts = [step.lower(lowering_platforms=("cuda",)).as_text() for step in (inner, outer)]
     leaves = len(jax.tree.leaves((target.params, target.opt_state.outer)))
+    anchor = resident_bytes(parts.replicas.one.params)
+    assert memory_at_rest(target)[IN_HOST_MEMORY] == 2 * anchor  # with the momentum
     assert [text.count('_xla_buffer_placement = "device"') for text in texts] == [0, leaves]
 
 

@@ -297,6 +297,17 @@ def test_a_loss_that_computes_constants(kind: str, tmp_path: Path) -> None:
     assert first == pytest.approx(16.0)
 
 
+def test_the_folder_of_an_elastic_run_is_not_taken(tmp_path: Path) -> None:
+    """Its config.yaml belongs to its log, which `jaxdist replay` computes again."""
+    (tmp_path / "elastic.jsonl").write_text("{}\n")
+    (tmp_path / "config.yaml").write_text("its own")
+    loss = lambda params, batch, keys: (jnp.square(batch @ params["w"]).sum(), len(batch))  # noqa: E731
+    batch, given = np.ones((8, 4), np.float32), {"params": {"w": np.ones(4, np.float32)}}
+    with pytest.raises(UserError, match=r"^run_dir: .* is the folder of an elastic run; allowed: a new folder$"):
+        jaxdist.fit(loss, optax.sgd(0.01), [batch], steps=2, run_dir=tmp_path, **given)
+    assert (tmp_path / "config.yaml").read_text() == "its own"
+
+
 def test_moving_average(bare: Loop, tmp_path: Path) -> None:
     """Beside NumPy's; it is what is evaluated, it is sharded, and the parameters are those without one."""
     clean = lambda params, batch, keys: loss(params, batch, jax.random.split(jax.random.key(0), ROWS))  # noqa: E731

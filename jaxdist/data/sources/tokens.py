@@ -123,6 +123,12 @@ def _open(file: Path, wanted: str | None, usual: str, *, key: str) -> _File:
     size = file.stat().st_size
     if size == 0:
         raise UserError(f"{key}: {str(file)!r} is empty; give a file with token ids in it")
+    with file.open("rb") as opened:
+        if opened.read(6).startswith((b"\x93NUMPY", b"PK\x03\x04")):
+            raise UserError(
+                f"{key}: {str(file)!r} is a NumPy file, whose header would be read as ids; give one with ids alone, as"
+                " array.tofile(file) writes them"
+            )
     if size % dtype.itemsize:
         raise UserError(
             f"{key}: {str(file)!r} has {size} bytes, not a multiple of {dtype.itemsize}, one {dtype.name} id "
