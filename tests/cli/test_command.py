@@ -200,3 +200,11 @@ def test_budgets_have_names() -> None:
     assert find_budget("folder/quickstart") == "folder/quickstart"
     with pytest.raises(UserError, match=r"--budget: 'quickstrt' is neither .*; did you mean quickstart\?"):
         find_budget("quickstrt")
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxdist.cli.main._run", interrupted)
+    assert main(["plan"]) == 130  # as shells say of SIGINT
