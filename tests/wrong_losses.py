@@ -144,6 +144,13 @@ def penalty(p: Any, b: Any, keys: Any) -> Any:
     return losses(p, b).sum() + 0.1 * (p["w"] ** 2).sum(), len(b["y"])  # wrong
 
 
+@wrong("batch statistics")
+def smoothed_ratio_of_sums(p: Any, b: Any, keys: Any) -> Any:
+    of_class = jax.nn.softmax(logits(p, b["x"]))[:, 0]
+    hit, all_, count = (of_class * (b["y"] == 0)).sum(), of_class.sum(), len(b["y"])  # wrong
+    return (1 - (hit + 0.1) / (all_ + 0.1)) * count, count
+
+
 @wrong("randomness without keys")
 def stored_key(p: Any, b: Any, keys: Any) -> Any:
     kept = jax.random.bernoulli(jax.random.key(3), 0.5, b["x"].shape)  # wrong

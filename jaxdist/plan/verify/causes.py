@@ -95,7 +95,8 @@ class _Namer:
     def _of_the_result(self, root: Root, operation: Any) -> str:
         """Of a root that reaches the result only, and no other row."""
         kinds = [self.values.kinds[number] for number in operation.reads]
-        if operation.name in ("add", "sub", "add_any") and {Kind.SAME, Kind.SUM} == set(kinds):
+        adds = operation.name in ("add", "sub", "add_any") and {Kind.SAME, Kind.SUM} == set(kinds)
+        if adds and self._is_linear(root, by=frozenset([Kind.SAME])):
             return "penalty in each call"
         if operation.name in ("reduce_max", "reduce_min"):
             return "sort or top-k over the batch"
@@ -104,8 +105,8 @@ class _Namer:
         divides = operation.name in ("div", "mul") and self._is_linear(root)
         return "mean of means" if divides else "batch statistics"
 
-    def _is_linear(self, root: Root) -> bool:
-        """Whether the result is linear in a root."""
+    def _is_linear(self, root: Root, by: frozenset[Kind] = frozenset(Kind)) -> bool:
+        """Whether the result is linear in a root. by: of what it may be multiplied by."""
         after = {root.value}
         for place, operation in enumerate(self.program.operations):
             own = [number for number in operation.reads if number in after]
@@ -115,6 +116,8 @@ class _Namer:
                 continue
             products = operation.name in ("mul", "dot_general") and len(own) > 1
             divided = operation.name == "div" and operation.reads[1] in after
+            others = {self.values.kinds[number] for number in operation.reads if number not in after}
+            products |= operation.name in ("mul", "div", "dot_general") and not others <= by
             if operation.name not in LINEAR or products or divided:
                 return False
             after |= set(operation.writes)

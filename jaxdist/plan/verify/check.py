@@ -18,12 +18,13 @@ from jaxdist.jaxpr.forbidden import is_shared
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
+from jaxdist.parallel.microbatch import check_batch_shape
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.plan.verify.adds_up import Adder
 from jaxdist.plan.verify.findings import Fault, Verification, together
-from jaxdist.plan.verify.layout import differences, layout_text, train_steps
+from jaxdist.plan.verify.layout import differences, figures_apart, layout_text, train_steps
 from jaxdist.plan.verify.program import pair_up
 from jaxdist.plan.verify.subject import (
     NARROW,
@@ -73,6 +74,7 @@ def verify_training(
     """
     options = make_options(options, keywords)
     _check(loss, params, batch, mesh)
+    check_batch_shape(batch, mesh, options.on(mesh))
     if isinstance(loss, ModelDef):
         from jaxdist.plan.verify.models import verify_model
 
@@ -195,4 +197,6 @@ def _layouts(
             if not found:
                 found.append(Fault("fixed number of rows", (line_of(error),), told))
             return [told]
+    if told := figures_apart(runs[1], runs[0], tol):
+        found.append(Fault("metric of these rows", (), told))
     return [f"{layout_text(mesh, options)}: {each}" for each in differences(runs[1], runs[0], order, tol)]

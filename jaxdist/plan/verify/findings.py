@@ -45,7 +45,7 @@ CAUSES = {
     ),
     "batch statistics": (
         "a statistic of these rows alone, where each device has others, changes the loss of a sample, or is made into a"
-        " loss that is no sum over samples",
+        " loss that is no sum over samples, as a Dice loss is",
         "take jaxdist.batch_mean, which is over all devices (in a loss of your own), or a norm over features",
     ),
     "other samples of the batch": (
@@ -69,6 +69,10 @@ CAUSES = {
         "the sum has a term that does not grow with the rows, such as weight decay, and is added once for each device"
         " and microbatch",
         "multiply it by the weight that you return",
+    ),
+    "metric of these rows": (
+        "a metric of the loss is another in this layout, since its sum or its weight is not that of the rows",
+        'return the sum over these rows, and how many were counted: {"accuracy": (right.sum(), right.size)}',
     ),
     "does not add up": (
         "the sum or the weight of the batch is not that of its parts together",

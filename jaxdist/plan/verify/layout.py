@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import AnyMesh
 from jaxdist.parallel.options import StepOptions
-from jaxdist.plan.verify.follow import quick
+from jaxdist.plan.verify.follow import close, quick
 from jaxdist.plan.verify.subject import narrowing
 from jaxdist.specs import PyTree, batch_spec, leaves_by_name
 from jaxdist.state import TrainState
@@ -21,13 +21,15 @@ class Training(NamedTuple):
     """Some steps: the loss and the gradients of each, and parameters and model_state after the last, on the host.
 
     narrow: `narrowing` of the step
+    figures: a loss's own metrics in the first step
     """
 
     losses: list[float]
     grads: list[PyTree]
     params: PyTree
-    model_state: PyTree = ()
-    narrow: tuple[int, list[str]] = (8, [])
+    model_state: PyTree
+    narrow: tuple[int, list[str]]
+    figures: dict[str, np.ndarray]
 
 
 def train_steps(
@@ -37,7 +39,7 @@ def train_steps(
     blocks_in_order: Callable[[PyTree], PyTree] = lambda tree: tree,
 ) -> Training:
     """step: with `return_grads`. blocks_in_order: puts stacked blocks into the order of the model."""
-    losses, grads = [], []
+    losses, grads, figures = [], [], []
     mesh = state.step.sharding.mesh
     sharding = NamedSharding(mesh, batch_spec(mesh))
     batches = [jax.device_put(batch, sharding) for batch in batches]
@@ -46,6 +48,7 @@ def train_steps(
     for batch in batches:
         state, metrics = program(state, batch)
         losses.append(float(metrics["loss"]))
+        figures.append(jax.device_get(metrics["own"]))
         grads.append(blocks_in_order(jax.device_get(metrics["grads"])))
     return Training(
         losses,
@@ -53,6 +56,7 @@ def train_steps(
         blocks_in_order(jax.device_get(state.params)),
         jax.device_get(state.model_state),
         narrowing(without_dead_code(traced.jaxpr), casts=True),
+        figures[0],
     )
 
 
@@ -72,6 +76,16 @@ def differences(got: Training, want: Training, order: Sequence[str], tol: float)
         if line := _apart(f"{what} after {len(got.losses)} steps", *pair, order, tol):
             found.append(line)
     return found
+
+
+def figures_apart(got: Training, want: Training, tol: float) -> str:
+    """Which of a loss's own metrics differ, with their values; "" where none does."""
+    pairs = {name: (got.figures[name], wanted) for name, wanted in want.figures.items()}
+    return ", ".join(
+        f"{name} {ours:.9g}, on one device {wanted:.9g}"
+        for name, (ours, wanted) in pairs.items()
+        if not close(ours, wanted, tol)
+    )
 
 
 def layout_text(mesh: AnyMesh, options: StepOptions) -> str:

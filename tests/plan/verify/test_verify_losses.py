@@ -74,6 +74,16 @@ def test_two_faults_are_two_lines_and_the_second_is_seen_behind_the_first() -> N
     assert [each.cause for each in found] == ["batch statistics", "penalty in each call"]
 
 
+def test_metrics_that_differ_are_named_with_their_values() -> None:
+    def loss(p: Any, b: Any, keys: Any) -> Any:
+        own = ((b["x"] @ p["w"]) ** 2).mean((1, 2))
+        return own.sum(), own.size, {"largest": (own.max(), 1.0), "large": ((own > 1).sum(), own.size)}
+
+    [found] = verified(loss).findings
+    assert found.cause == "metric of these rows"
+    assert found.detail.startswith("largest ") and "on one device" in found.detail and "large " not in found.detail
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cast_to_float32", "frozen_in_a_checkpoint"])
 def test_a_precision_that_a_loss_narrows_is_said(name: str) -> None:
@@ -94,10 +104,11 @@ def test_frozen_parameters_are_computed_in_float64() -> None:
         ({"params": None}, "params: None; allowed: the parameters of a loss_fn of your own"),
         ({"mesh": 4}, "mesh: is a int; allowed: a mesh with devices"),
         ({"batch": np.ones((1, 4))}, "batch: leaves of \\[1\\] rows; allowed: .* of 2 rows or more"),
+        ({"batch": np.ones((5, 4))}, "data.global_batch: 5 does not divide by 2 "),
         ({"loss": lambda p, b, k: p["w"].sum()}, "loss_fn: must return two scalars"),
         ({"loss": lambda p, b, k: (p["none"], 1)}, "loss_fn: KeyError at test_verify_losses.py:"),
     ],
-    ids=["no function", "no parameters", "no mesh", "one row", "no pair", "a loss that fails"],
+    ids=["no function", "no parameters", "no mesh", "one row", "rows over", "no pair", "a loss that fails"],
 )
 def test_wrong_arguments_are_one_line(changed: dict[str, Any], message: str) -> None:
     given = {"loss": right_losses.plain, "params": PARAMS, "batch": BATCH, "mesh": jaxdist.make_mesh(fsdp=2)}

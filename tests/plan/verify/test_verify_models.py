@@ -88,7 +88,10 @@ def test_a_ratio_near_1_is_told_as_the_largest_difference() -> None:
     grads, params = {"w": np.array([1.0, 2.0])}, {"w": np.zeros(2)}
     told = {
         factor: differences(
-            Training([1.0], [{"w": factor * grads["w"]}], params), Training([1.0], [grads], params), [], 1e-9
+            Training([1.0], [{"w": factor * grads["w"]}], params, (), (8, []), {}),
+            Training([1.0], [grads], params, (), (8, []), {}),
+            [],
+            1e-9,
         )
         for factor in (1 + 1e-7, 2.0)
     }
