@@ -319,7 +319,12 @@ def _check_paths(data: DataConfig) -> None:
     facts = SourceFacts.of(data.source)
     if facts.reads_files and data.path not in facts.words:
         _check_exists(data.path, "data.path", f"{facts.path} for data.source {data.source}")
-    if facts.reads_files and facts.val_path and data.val_path is not None:
+    if data.val_path is not None and not facts.val_path:
+        raise UserError(
+            f"data.val_path: {show(data.val_path)} is not read by data.source {data.source}, which holds a part of its"
+            " own out; allowed: null, and data.held_out says how much; or data.source tokens or jsonl"
+        )
+    if facts.reads_files and data.val_path is not None:
         _check_exists(data.val_path, "data.val_path", facts.val_path)
 
 

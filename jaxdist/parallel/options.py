@@ -26,7 +26,7 @@ class StepOptions:
 
     precision: a `Precision`, or the name of a policy.
     grad_sync: how gradients are summed over devices.
-    min_shard_bytes: parameters smaller than this, counted for one block, stay whole.
+    min_shard_bytes: smaller parameters, counted for one block, stay whole; in configurations 32768, if not given.
     reshard_after_forward: whether zero3 gathers again for the backward pass; else it keeps the gathered parameters.
     prefetch: 1 communicates for one block while another computes (`blocks.prefetch`); 0 does not.
     batch_split: 2 sends for one half of a device's samples while the other multiplies (`blocks.batch_split`).

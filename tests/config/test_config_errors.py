@@ -213,6 +213,7 @@ VALUES = [
     case("model-user", b"model: {from: ~no-such-user/folder}\n", "model.from", "~no-such-user"),
     case("init-long", b"init: {from: %s}\ndata: {source: jsonl, path: .}\n" % (b"x" * 300), "init.from", "too long"),
     case("tokens-path", b"data: {source: tokens}\n", "data.path", "'stdlib'", "train.bin"),
+    case("text-val", b"data: {val_path: /tmp}\n", "data.val_path", "'/tmp' is not read by data.source text"),
     case("tokens-val", b"data: {source: tokens, path: ., val_path: no.bin}\n", "data.val_path", "no.bin"),
 ]
 

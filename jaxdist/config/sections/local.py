@@ -1,7 +1,7 @@
 """How replicas train by themselves, and how they meet: the section `parallel.local` of a configuration. Imports no
 jax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from jaxdist.config.rules.fields import section, setting, show
@@ -95,6 +95,13 @@ def check_local(config: Any) -> None:
     local, sync = config.parallel.local, config.parallel.grad_sync
     local.check()
     if not local.on:
+        usual = LocalConfig()
+        for each in fields(local):
+            if getattr(local, each.name) != getattr(usual, each.name):
+                raise UserError(
+                    f"{LOCAL}.{each.name}: is set, and has no effect where {LOCAL}.every is 0; allowed: {LOCAL}.every"
+                    f" of 1 or more, as {LOCAL}.every=10; or leave {LOCAL} out"
+                )
         return
     if sync.deterministic:
         refuse("parallel.grad_sync.deterministic", True, "replicas differ, by their number", "false")
