@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from jaxdist.checkpoint.huggingface.convert import check_model, export
 from jaxdist.checkpoint.huggingface.names import family, tensors
 from jaxdist.checkpoint.huggingface.safetensors import INDEX, SINGLE, TensorFiles
 from jaxdist.checkpoint.reader import open_steps
+from jaxdist.cli.runs.checkpoint import main as checkpoint_main
 from jaxdist.cli.work.checkpoint import import_model
-from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
+from jaxdist.config.schema import Config, DataConfig, MeshConfig, ParallelConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
@@ -125,6 +127,26 @@ def test_blocks_are_written_in_the_order_of_the_model(
     assert (tmp_path / "a" / SINGLE).read_bytes() == (tmp_path / "b" / SINGLE).read_bytes()
     import_model(tmp_path / "a", piped, tmp_path / "again")
     assert bits(restored(tmp_path / "again", piped).params["blocks"]) == bits(arrange_rows(params["blocks"], order))
+
+
+@NEEDS
+def test_the_tokenizer_of_the_data_goes_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    (hf := tmp_path / "hf").mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(f"{hf}/tokenizer.json")
+    (hf / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    config = replace(config_of("llama3"), data=DataConfig("jsonl", seq_len=LENGTH).replace(tokenizer=str(hf)))
+    save_run(tmp_path / "run", config, random_params(config))
+    command = ["export", str(tmp_path / "run"), "--output"]
+    assert checkpoint_main([*command, str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.endswith(f"; and tokenizer.json, tokenizer_config.json of {hf}\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (hf / name).read_bytes()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (None, 1)
+    hf.rename(tmp_path / "gone")
+    assert checkpoint_main([*command, str(tmp_path / "out2")]) == 0
+    assert capsys.readouterr().out.endswith(f"; without a tokenizer: {hf} is not there\n")
 
 
 @pytest.mark.parametrize("name", MODELS | MIXTURES)

@@ -4,9 +4,10 @@ One stacked leaf at a time is in memory, and one of its tensors.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -131,11 +132,19 @@ def model_of(stored: Stored) -> tuple[ModelConfig, int]:
     return with_settings(ModelConfig(name), stored.meta["model"]).resolved(), stored.meta["data"]["seq_len"]
 
 
-def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes: int = FILE_BYTES) -> str:
+def export(
+    stored: Stored,
+    output: Path,
+    *,
+    vocab: int | None = None,
+    ends: Mapping[str, int | None] = MappingProxyType({}),
+    file_bytes: int = FILE_BYTES,
+) -> str:
     """Write the parameters of a checkpoint to a new folder. Returns a line about it.
 
-    vocab: the rows of the vocabulary to write; the others are padding. Raises `UserError` for a model that has no
-    Hugging Face format.
+    vocab: the rows of the vocabulary to write; the others are padding. ends: the ids that begin and end a text, such as
+    {"eos_token_id": 2}; without them config.json has null. Raises `UserError` for a model that has no Hugging Face
+    format.
     """
     model, positions = model_of(stored)
     own, found = family(model), stored.params()
@@ -164,7 +173,8 @@ def export(stored: Stored, output: Path, *, vocab: int | None = None, file_bytes
     files = write(output, entries, arrays(), file_bytes=file_bytes)
     dtype = entries[0].dtype
     kept_model = model.replace(vocab=kept) if tables else model
-    text = json.dumps(config_json(kept_model, positions=positions, dtype=dtype), indent=2)
+    config = config_json(kept_model, positions=positions, dtype=dtype)
+    text = json.dumps(config | {key: ends[key] for key in config.keys() & ends.keys()}, indent=2)
     (output / CONFIG).write_text(text + "\n", encoding="utf-8")  # last: a folder without it is not complete
     total = sum(entry.nbytes for entry in entries)
     said = f"{len(entries)} tensors, {total:,} bytes of {dtype} in {files} file{'s' * (files > 1)}"

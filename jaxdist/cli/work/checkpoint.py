@@ -25,8 +25,10 @@ from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.optimizer import LORA
 from jaxdist.data import load_source
+from jaxdist.data.text.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
 from jaxdist.errors import UserError
 from jaxdist.files.regular import DAMAGED, read_regular, replace_file
+from jaxdist.files.user_path import user_path
 from jaxdist.model import ModelDef, rules_of
 from jaxdist.observe import read_metrics, redact_settings
 from jaxdist.optim import only_trained
@@ -38,6 +40,8 @@ from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import check_vocabulary
 from jaxdist.trainer.resume import record
+
+_TOKENIZER = "data.tokenizer"
 
 
 def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
@@ -82,7 +86,22 @@ def export_as(stored: Stored, output: Path, arguments: Namespace) -> str:
         raise UserError(f"--vocab: {arguments.vocab}, but adapters have no vocabulary; leave it out")
     if arguments.adapter:
         return export_adapter(stored, output)
-    return export(Merged(stored.folder) if arguments.merged else stored, output, vocab=arguments.vocab)
+    tokenizer, missing = _tokenizer_of(stored)
+    ends = {} if tokenizer is None else {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+    said = export(Merged(stored.folder) if arguments.merged else stored, output, vocab=arguments.vocab, ends=ends)
+    if tokenizer is None:
+        return said + missing
+    return f"{said}; and {', '.join(copy_tokenizer(tokenizer, output))} of {tokenizer.folder}"
+
+
+def _tokenizer_of(stored: Stored) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a run's data; where its folder is not there any more, what to say of it."""
+    folder = stored.meta.get("config", {}).get(_TOKENIZER)
+    if folder in (None, "bytes"):
+        return None, ""
+    if not user_path(folder, key=_TOKENIZER).exists():
+        return None, f"; without a tokenizer: {folder} is not there"
+    return load_tokenizer(Path(folder), key=_TOKENIZER), ""
 
 
 def listing(run_dir: Path) -> list[str]:

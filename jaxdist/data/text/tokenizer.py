@@ -59,6 +59,7 @@ class Tokenizer:
     - before: the ids that the tokenizer puts before a text by itself, such as `bos`.
     - special: the texts of special tokens, by their names: {"eos_token": "</s>"}. Chat templates use them.
     - chat_template: the source of the template. None: the folder has none.
+    - folder: that its files are in. None: of bytes.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Tokenizer:
     before: tuple[int, ...] = ()
     special: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = field(default=None, repr=False)
+    folder: Path | None = None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. Nothing is added to it; a special token that the text holds is one id."""
@@ -219,7 +221,17 @@ def load_tokenizer(folder: Path, *, key: str) -> Tokenizer:
         before=before,
         special=texts,
         chat_template=_template(folder, config, key),
+        folder=folder,
     )
+
+
+def copy_tokenizer(tokenizer: Tokenizer, output: Path) -> list[str]:
+    """Copy the files of a tokenizer to a folder that is there. Returns their names."""
+    assert tokenizer.folder is not None
+    names = [name for name in (_FILE, _CONFIG, _SPECIAL, _TEMPLATE) if (tokenizer.folder / name).is_file()]
+    for name in names:
+        (output / name).write_bytes(_content(tokenizer.folder / name, TOKENIZER_BYTES, tokenizer.key))
+    return names
 
 
 def _before(model: Any) -> tuple[int, ...]:
