@@ -8,7 +8,7 @@ from jaxdist.cli.runs.bench import main
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.plan.explain import explain
-from jaxdist.trainer.measures.bench import Timing, time_step, timing_table
+from jaxdist.trainer.measures.bench import Timing, check_variants, time_step, timing_table
 
 CONFIG = """
 model: {{layers: 1, width: 16, heads: 2}}
@@ -67,4 +67,4 @@ def test_local_sgd_is_not_timed_without_its_outer_steps(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^parallel\.local\.every: 9, but a step is timed without outer steps here; set"
     ):
-        time_step("local", load_config(configuration(tmp_path), given), 3)
+        check_variants([load_config(configuration(tmp_path), given)])
