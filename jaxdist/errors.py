@@ -37,8 +37,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error, for mistakes that this parser or its user finds."""
-        usage = f"; allowed: {self.format_usage().removeprefix('usage: ').strip()}; {self.prog} --help says more"
-        raise UserError(message.removeprefix("argument ") + usage * ("; allowed: " not in message))
+        if "; allowed: " in message:  # the type of an option has said it
+            raise UserError(message.removeprefix("argument "))
+        usage = self.format_usage().removeprefix("usage: ").strip()
+        raise UserError(f"{message}; allowed: {usage}; {self.prog} --help says more")
 
 
 class RunStopped(Exception):

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from jaxdist.errors import reports_mistakes
 from jaxdist.launcher.options import check_separator, make_parser, split_command
 from jaxdist.launcher.supervisor import run_launcher
 
 
+@reports_mistakes
 def main(arguments: Sequence[str], prog: str = "jaxdist launch") -> int:
     """Run a command line. Returns the exit status."""
     check_separator(make_parser(prog), arguments)

@@ -49,8 +49,8 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     arguments = parser.parse_intermixed_args(argv)
     for name in _CHOOSING if arguments.compile else _COMPILING:
         if getattr(arguments, name) != parser.get_default(name):
-            how = "without --compile" if arguments.compile else "with --compile"
-            raise UserError(f"--{name.replace('_', '-')}: has no effect here; allowed: {how}")
+            how, mend = ("with", "leave one of the two out") if arguments.compile else ("without", "add it")
+            raise UserError(f"--{name.replace('_', '-')}: has no effect {how} --compile; {mend}")
     if arguments.check is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         from jaxdist.cli.work.choose import run_check

@@ -76,7 +76,7 @@ def _path(text: str) -> Path:
     try:
         return user_path(text, key="")
     except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from None
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ").replace("; give", "; allowed:")) from None
 
 
 def _refused(path: Path, what: str, allowed: str) -> argparse.ArgumentTypeError:

@@ -129,10 +129,10 @@ def count_devices(devices: DevicesConfig, *, key: str = "devices.platform") -> i
         count = jax.device_count()
         if devices.platform != "gpu" or jax.default_backend() != "cpu":
             return count
-        reason = f"it found {count} of cpu"  # a GPU that is not there is left out without a word
+        reason = f"it found {count} x cpu"  # a GPU that is not there is left out without a word
     except (RuntimeError, AssertionError) as error:  # jax has an assertion where it left out all that it was told
         if isinstance(error, RuntimeError):
-            reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0]
+            reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
             if not reason.startswith("Unable to initialize backend"):
                 raise
         if devices.platform != "gpu" and not named:

@@ -20,7 +20,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
     parser = CommandParser(
         prog=prog, description="List, check, convert and average checkpoints.", **with_examples(_EXAMPLES)
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, help="what to do")
     for name, text in (
         ("ls", "the steps of a run"),
         ("verify", "whether their files are as written"),
