@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxdist.config.arguments import COUNT, numeric, picture_file
+from jaxdist.config.arguments import numeric, picture_file
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist doctor") -> int:
     """Exit status: 0 nothing is wrong, 1 there are findings, 2 wrong arguments or no job can be joined."""
     parser = CommandParser(prog=prog, description=_DESCRIPTION, **with_examples(_EXAMPLES))
     text = "simulated CPU devices a process"
-    parser.add_argument("--simulated", type=COUNT, default=1, metavar="N", help=text)
+    parser.add_argument("--simulated", type=numeric(int, at_least=1, at_most=512), default=1, metavar="N", help=text)
     parser.add_argument(
         "--platform", default="auto", choices=("auto", "cpu", "gpu"), help="of the devices; default: auto"
     )

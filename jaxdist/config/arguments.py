@@ -1,8 +1,6 @@
 """Types of the options of commands, for `add_argument(type=...)`: what they refuse is one line, before any work."""
 
 import argparse
-import contextlib
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,28 +10,24 @@ from jaxdist.config.rules.fields import Rule, show
 from jaxdist.errors import UserError
 from jaxdist.files.user_path import user_path
 
-_PICTURES = (
-    ".png",
-    ".svg",
-    ".pdf",
-    ".jpg",
-    ".jpeg",
-    ".webp",
-    ".eps",
-)  # by the names' endings, as matplotlib takes them
+# The endings of names by which matplotlib knows a picture's format.
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")
 
 
 def numeric(kind: type, **limits: Any) -> Callable[[str], Any]:
     """The type of an option that is a number. kind: int or float. limits: of a `Rule`, as at_least=1."""
-    rule = Rule("", **limits)
+    rule, limit = Rule("", **limits), 2**32 - 1 if kind is int else 1e300
+    allowed = rule.allowed(kind, False)
 
     def read(text: str) -> Any:
-        value: Any = text
-        with contextlib.suppress(ValueError):
+        try:
             value = kind(text)
-        if value is not text and math.isfinite(value) and rule.holds(value):
-            return value
-        raise argparse.ArgumentTypeError(f"{show(value)}; allowed: {rule.allowed(kind, False)}")
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{show(text)}; allowed: {allowed}") from None
+        if not rule.holds(value) or not abs(value) <= limit:  # no NaN either
+            most = f", at most {limit:g}" if rule.holds(value) else ""
+            raise argparse.ArgumentTypeError(f"{text[:80]}; allowed: {allowed}{most}")
+        return value
 
     return read
 
@@ -80,4 +74,4 @@ def _path(text: str) -> Path:
 
 
 def _refused(path: Path, what: str, allowed: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"{show(str(path))}: {what}; allowed: {allowed}")
+    return argparse.ArgumentTypeError(f"{str(path)!r}: {what}; allowed: {allowed}")

@@ -383,7 +383,7 @@ def test_links() -> None:
         ("-n 2 --rate 1gbit,1gbit,1gbit -- true", "rate: '1gbit,1gbit,1gbit' has 3 values for 2 hosts"),
         ("-n 2 --rate none --burst 1kb -- true", "burst: '1kb'; allowed"),
         ("-n 2 --rate none --congestion a/b -- true", "congestion: 'a/b'"),
-        ("-n 2 --rate none --grace -1 -- true", "--grace: -1.0; allowed"),
+        ("-n 2 --rate none --grace -1 -- true", "--grace: -1; allowed"),
     ],
 )
 def test_wrong_arguments(arguments: str, message: str) -> None:

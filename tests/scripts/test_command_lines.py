@@ -70,7 +70,7 @@ def test_the_line_names_the_argument(
         ("explain.py", ["--config", "a.yaml", "--rows", "x"], "--rows: 'x'; allowed: an integer >= 0"),
         ("launch.py", ["-n", "x", "--", "true"], "-n/--procs: 'x'; allowed: an integer >= 1 and <= 100000"),
         ("virtual_hosts.py", ["-n", "65"], "-n/--hosts: 65; allowed: an integer >= 1 and <= 64"),
-        ("doctor.py", ["--simulated", "0"], "--simulated: 0; allowed: an integer >= 1"),
+        ("doctor.py", ["--simulated", "0"], "--simulated: 0; allowed: an integer >= 1 and <= 512"),
         ("doctor.py", ["--port", "99999"], "--port: 99999; allowed: an integer >= 1 and <= 65535"),
         ("doctor.py", ["--mib", "nan"], "--mib: nan; allowed: a number > 0 and <= 65536"),
         ("plan.py", ["quickstart", "--hosts", "-1"], "--hosts: -1; allowed: an integer >= 1 and <= 1e+06"),
