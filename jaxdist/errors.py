@@ -13,7 +13,7 @@ _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
     "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
     "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "hsdp": "zero3", "cuda": "gpu",
-    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16",
+    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16", "1f1b": "one_f_one_b",
 }  # fmt: skip
 
 
@@ -37,6 +37,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error, for mistakes that this parser or its user finds."""
+        if "; allowed: " in message:  # the type of an option has said it
+            raise UserError(message.removeprefix("argument "))
         usage = self.format_usage().removeprefix("usage: ").strip()
         raise UserError(f"{message}; allowed: {usage}; {self.prog} --help says more")
 

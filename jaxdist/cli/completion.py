@@ -91,6 +91,6 @@ def main(argv: Sequence[str], prog: str = "jaxdist completion") -> int:
         print("\n".join(candidates(argv[2:])))
         return 0
     parser = CommandParser(prog=prog, description="Print the completion script of a shell.", **with_examples(_EXAMPLES))
-    parser.add_argument("shell", choices=tuple(SCRIPTS))
+    parser.add_argument("shell", choices=tuple(SCRIPTS), help="whose script is printed")
     print(SCRIPTS[parser.parse_args(argv).shell], end="")
     return 0

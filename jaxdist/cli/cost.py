@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import numeric, output_file
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, nearest, reports_mistakes
 
@@ -37,13 +37,15 @@ def make_parser(prog: str) -> CommandParser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--model", metavar="NAME", help="gradients of vit-base, vit-huge, resnet101, bert-base or gpt2")
     size.add_argument("--size", metavar="BYTES", help="of the gradients, as 172MB")
-    add("--bytes", type=int, default=2, metavar="B", help="of a gradient of --model; default: 2, as in float16")
-    add("--hosts", type=int, default=3, metavar="N", help="default: 3")
-    add("--gpus", type=int, default=8, metavar="G", help="of a host; default: 8")
+    count, several = (numeric(int, at_least=least, at_most=1_000_000) for least in (1, 2))
+    add("--bytes", type=count, default=2, metavar="B", help="of a gradient of --model; default: 2, as in float16")
+    add("--hosts", type=several, default=3, metavar="N", help="default: 3")
+    add("--gpus", type=count, default=8, metavar="G", help="of a host; default: 8")
     add("--link", default="10gbit", help="of a host: a rate, as 10gbit, or a name of the tables; default: 10gbit")
-    add("--compute", type=float, metavar="S", help="seconds of a step of one host alone; default: 0.42")
-    add("--every", type=int, default=10, metavar="H", help="steps between two exchanges of local SGD; default: 10")
-    add("--json", type=Path, metavar="FILE", help="all figures, for programs")
+    text = "seconds of a step of one host alone; default: 0.42"
+    add("--compute", type=numeric(float, above=0, below=_MOST), metavar="S", help=text)
+    add("--every", type=count, default=10, metavar="H", help="steps between two exchanges of local SGD; default: 10")
+    add("--json", type=output_file, metavar="FILE", help="all figures, for programs")
     return parser
 
 
@@ -56,13 +58,6 @@ def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
     2
     """
     options = make_parser(prog).parse_args(argv)
-    for name, least in (("hosts", 2), ("gpus", 1), ("bytes", 1), ("every", 1)):
-        if not least <= getattr(options, name) <= 1_000_000:
-            raise UserError(f"--{name}: {getattr(options, name)}; allowed: {least} to 1,000,000")
-    if options.compute is not None and not 0 < options.compute < _MOST:
-        raise UserError(f"--compute: {options.compute}; allowed: seconds above 0")
-    if options.json is not None:
-        _check_file(options.json)
     given = None if options.size is None else _size_of(options.size)
 
     from jaxdist.cli.work.cost import cost_lines, figures_of
@@ -70,20 +65,9 @@ def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
     subject = _subject(options, given)
     lines = cost_lines(subject.case, subject.size, subject.link)
     if options.json is not None:
-        try:
-            options.json.write_text(json.dumps(figures_of(subject.case), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json: {options.json}: {error.strerror}; give another file") from error
+        options.json.write_text(json.dumps(figures_of(subject.case), indent=1) + "\n", encoding="utf-8")
     print("\n".join(lines))
     return 0
-
-
-def _check_file(path: Path) -> None:
-    """Raise `UserError` where no file can be written, before anything is computed."""
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--json: {path}: its folder does not exist; make it first")
-    if path.is_dir():
-        raise UserError(f"--json: {path}: is a folder; give a file, as {path / 'cost.json'}")
 
 
 def _subject(options: Any, given: float | None) -> Subject:

@@ -1,8 +1,8 @@
 """The command `data`: text to token ids; and examples for fine-tuning, shown as a model sees them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from jaxdist.config.arguments import COUNT, numeric, output_folder
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
@@ -21,15 +21,17 @@ def main(argv: Sequence[str], prog: str = "jaxdist data") -> int:
         **with_examples(_EXAMPLES),
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl files, folders of them")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="a new folder")
+    parser.add_argument("--out", metavar="DIR", type=output_folder, help="a new folder")
     parser.add_argument(
         "--tokenizer", default="bytes", metavar="FILE", help="bytes, or a tokenizer.json, or its folder"
     )
     parser.add_argument("--field", default="text", help="the key of the text in .jsonl files")
     parser.add_argument("--end", default="", help="added to the end of each document, such as '<|endoftext|>'")
-    parser.add_argument("--held-out", type=float, default=0.05, help="fraction of the documents for val.bin")
+    share, text = numeric(float, above=0, at_most=0.5), "fraction of the documents for val.bin; default: 0.05"
+    parser.add_argument("--held-out", type=share, default=0.05, metavar="X", help=text)
     shown = parser.add_argument_group("to look at the examples of .jsonl files for data.source=jsonl")
-    shown.add_argument("--show", type=int, metavar="N", help="print the first N, and which of their tokens are learned")
+    text = "print the first N, and which of their tokens are learned"
+    shown.add_argument("--show", type=COUNT, metavar="N", help=text)
     shown.add_argument("--chat-template", metavar="FILE", help="otherwise that of the tokenizer's folder")
     arguments = vars(parser.parse_args(argv))
     show, template = arguments.pop("show"), arguments.pop("chat_template")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxdist.config.arguments import COUNT, numeric
 from jaxdist.config.load import load_config, to_yaml
 from jaxdist.config.schema import Config
 from jaxdist.config.shipped import add_config, take_config, with_examples
@@ -46,18 +47,21 @@ def main(argv: Sequence[str], prog: str = "jaxdist elastic") -> int:
     parser = CommandParser(prog=prog, description=about, **with_examples(_EXAMPLES))
     add_config(parser)
     add = parser.add_argument
-    for name, (default, _, _, text) in _COUNTS.items():
-        add(f"--{name}", type=int, metavar="N", help=f"{text} (default: {default})")
+    for name, (default, least, most, text) in _COUNTS.items():
+        kind = numeric(int, at_least=least, at_most=most)
+        add(f"--{name}", type=kind, metavar="N", help=f"{text} (default: {default})")
     text = "seconds of silence after which a worker is lost (default: 60)"
-    add("--patience", type=float, default=60.0, metavar="S", help=text)
+    add("--patience", type=numeric(float, at_least=1, at_most=86_400), default=60.0, metavar="S", help=text)
     text = "rounds of all workers together (default: as many as give each worker train.steps, rounded up)"
-    add("--rounds", type=int, metavar="N", help=text)
+    add("--rounds", type=COUNT, metavar="N", help=text)
     add("--outer", metavar="NAME", help="rule of the servers: sgd, momentum, nesterov (default: sgd)")
     text = "its learning rate (default: 1 / workers; with bound 0, where the mean of pushes counts, 1)"
-    add("--outer-lr", type=float, metavar="X", help=text)
-    add("--outer-momentum", type=float, metavar="X", help="its momentum; sgd has none, the others need it")
-    add("--least", type=int, metavar="N", help="workers that are ready before anybody works (default: all)")
-    add("--gpus", type=int, default=0, metavar="N", help="of each worker (default: 0)")
+    add("--outer-lr", type=numeric(float, above=0, at_most=100), metavar="X", help=text)
+    text = "its momentum; sgd has none, the others need it"
+    add("--outer-momentum", type=numeric(float, at_least=0, below=1), metavar="X", help=text)
+    text = "workers that are ready before anybody works (default: all)"
+    add("--least", type=COUNT, metavar="N", help=text)
+    add("--gpus", type=numeric(int, at_least=0, at_most=64), default=0, metavar="N", help="of each worker (default: 0)")
     add("--run-dir", metavar="DIR", help="where the run is kept; one that exists is resumed")
     arguments = parser.parse_intermixed_args(argv)
     path, overrides = take_config(parser, arguments)
@@ -70,23 +74,13 @@ def main(argv: Sequence[str], prog: str = "jaxdist elastic") -> int:
 
 
 def _check(arguments: Namespace) -> None:
-    """Raise `UserError` for numbers that cannot be meant."""
-    for name, (_, least, most, _) in _COUNTS.items():
-        value = getattr(arguments, name)
-        if value is not None and not least <= value <= most:
-            raise UserError(f"--{name}: {value}; allowed: {least} to {most}")
+    """Fill in the workers. Raises `UserError` where more of them must be ready than there are."""
     if arguments.workers is None:
         arguments.workers = _COUNTS["workers"][0]
-    if not 1 <= arguments.patience <= 86_400:
-        raise UserError(f"--patience: {arguments.patience:g}; allowed: 1 to 86400 seconds")
-    if arguments.rounds is not None and arguments.rounds < 1:
-        raise UserError(f"--rounds: {arguments.rounds}; allowed: 1 or more")
     if arguments.least is None:
         arguments.least = arguments.workers
-    if not 1 <= arguments.least <= arguments.workers:
+    if arguments.least > arguments.workers:
         raise UserError(f"--least: {arguments.least}; allowed: 1 to {arguments.workers}, the number of workers")
-    if not 0 <= arguments.gpus <= 64:
-        raise UserError(f"--gpus: {arguments.gpus}; allowed: 0 to 64")
 
 
 def _settings(arguments: Namespace, steps: int, start: dict[str, Any]) -> "Settings":

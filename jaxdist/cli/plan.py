@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from jaxdist.config.arguments import COUNT, numeric, output_file, output_folder
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.shipped import add_config, take_config, with_examples
@@ -19,6 +20,8 @@ _ONE_DEVICE = (  # a mesh that goes with any batch
     "parallel.chunks=1",
     "parallel.stages=[]",
 )
+_CHOOSING = ("link", "inside", "calibration", "explain", "out", "check", "quick", "finalists")  # not with --compile
+_COMPILING = ("network", "latency", "target_config", "by_compiler", "rows", "hlo")  # only with it
 _EXAMPLES = (
     "jaxdist plan llama_7b_h200 --gpu h200 --hosts 4 --link 100gbit --out plan",
     "jaxdist plan --compile --gpu h200 llama_7b_h200",
@@ -37,12 +40,17 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     )
     add_config(parser)
     parser.add_argument("--gpu", default="h200", help="a100-40, a100-80, h100, h200, b200, gb200; default: h200")
-    parser.add_argument("--hosts", type=int, help="default: 1; with --compile as many as the mesh needs")
-    parser.add_argument("--gpus-per-host", type=int, default=8, help="default: 8")
+    count, text = numeric(int, at_least=1, at_most=1_000_000), "default: 1; with --compile as many as the mesh needs"
+    parser.add_argument("--hosts", type=count, metavar="N", help=text)
+    parser.add_argument("--gpus-per-host", type=count, default=8, metavar="N", help="default: 8")
     _add_choice(parser)
     _add_compiling(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="everything, for programs")
     arguments = parser.parse_intermixed_args(argv)
+    for name in _CHOOSING if arguments.compile else _COMPILING:
+        if getattr(arguments, name) != parser.get_default(name):
+            how, mend = ("with", "leave one of the two out") if arguments.compile else ("without", "add it")
+            raise UserError(f"--{name.replace('_', '-')}: has no effect {how} --compile; {mend}")
     if arguments.check is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         from jaxdist.cli.work.choose import run_check
@@ -100,22 +108,29 @@ def _add_choice(parser: CommandParser) -> None:
         metavar="KEY=VALUE",
         help="say why this layout is not the choice, as mesh.fsdp=8; repeat it for other keys",
     )
-    add("--out", type=Path, metavar="DIR", help="write plan.json, plan.yaml, which trains, and plan.svg")
+    add("--out", type=output_folder, metavar="DIR", help="write plan.json, plan.yaml, which trains, and plan.svg")
     add("--check", type=Path, metavar="RUN", help="what was predicted for a run, beside what it measured")
     add("--quick", action="store_true", help="estimate only: nothing is traced or compiled")
-    add("--finalists", type=int, default=3, metavar="N", help="how many are compiled; default: 3")
+    add("--finalists", type=COUNT, default=3, metavar="N", help="how many are compiled; default: 3")
 
 
 def _add_compiling(parser: CommandParser) -> None:
     group = parser.add_argument_group("with --compile")
     add = group.add_argument
     add("--compile", action="store_true", help="compile the step as it is configured")
-    add("--network", type=float, metavar="GB/S", help="assumed of a GPU; default: by the GPU, see docs")
-    add("--latency", type=float, metavar="US", help="assumed of a collective; default: 0, and 12 in realistic rates")
+    add(
+        "--network",
+        type=numeric(float, above=0),
+        metavar="GB/S",
+        help="assumed of a GPU; default: by the GPU, see docs",
+    )
+    text = "assumed of a collective; default: 0, and 12 in realistic rates"
+    add("--latency", type=numeric(float, at_least=0), metavar="US", help=text)
     add("--target-config", type=Path, metavar="FILE", help="XLA's description of the GPU")
     add("--by-compiler", action="store_true", help="compare: a plain step, XLA partitions it at O1")
-    add("--rows", type=int, default=12, help="collectives of each loop, and source lines, that are printed; 0: all")
-    add("--hlo", type=Path, metavar="FILE", help="the compiled program, as scheduled")
+    text = "collectives of each loop, and source lines, that are printed; 0: all; default: 12"
+    add("--rows", type=numeric(int, at_least=0), default=12, metavar="N", help=text)
+    add("--hlo", type=output_file, metavar="FILE", help="the compiled program, as scheduled")
 
 
 def _compile(config: Config, arguments: argparse.Namespace) -> int:

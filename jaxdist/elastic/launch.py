@@ -20,7 +20,7 @@ from jaxdist.elastic.cluster import Asker, cluster, load_ray
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.launcher import exec_rank
 from jaxdist.launcher.note_signals import noted_signals
-from jaxdist.launcher.options import make_plan, split_command
+from jaxdist.launcher.options import AMOUNT, make_plan, split_command
 from jaxdist.launcher.ranks import Screen
 from jaxdist.runtime.exit_status import SAME_S, STOPPED
 from jaxdist.runtime.network.addresses import format_address, free_port, port_problem
@@ -127,15 +127,12 @@ def make_ray_plan(arguments: Sequence[str], prog: str) -> RayPlan:
     before, command = split_command(arguments)
     parser = CommandParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--ray", action="store_true")
-    parser.add_argument("--host-cpus", type=float, default=1.0)
-    parser.add_argument("--host-gpus", type=float, default=0.0)
+    parser.add_argument("--host-cpus", type=AMOUNT, default=1.0)
+    parser.add_argument("--host-gpus", type=AMOUNT, default=0.0)
     own, rest = parser.parse_known_args(before)
     for name in CHOSEN:
         if any(each == name or each.startswith(f"{name}=") for each in rest):
             raise UserError(f"{name}: is chosen by --ray; leave it out")
-    for option, value in (("--host-cpus", own.host_cpus), ("--host-gpus", own.host_gpus)):
-        if not 0 <= value < 1e6:
-            raise UserError(f"{option}: {value:g}; allowed: 0 or more")
     hosts = _hosts(rest)
     plan = RayPlan(hosts, own.host_cpus, own.host_gpus, tuple(rest), command)
     make_plan(plan.arguments(0, "127.0.0.1:1"), os.environ, prog)  # what is wrong is said before a host is reserved

@@ -95,5 +95,8 @@ def replace_file(path: str | Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # the temporary file is nothing that a user knows
+        raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,11 +2,12 @@
 
 import sys
 
+from jaxdist.config.arguments import numeric
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
-from jaxdist.lab.network import clean, unavailable
+from jaxdist.lab.network import MAX_HOSTS, clean, unavailable
 from jaxdist.lab.virtual_hosts import HostResult, Output, exit_status, run_on_hosts
-from jaxdist.launcher.options import split_command
+from jaxdist.launcher.options import check_separator, split_command
 
 LAB_DESCRIPTION = """Run COMMAND on N virtual hosts of this machine, as the N processes of one job, each behind a link
 of the given rate. The links add no delay: they limit bandwidth only. The hosts see one another and nothing else. Needs
@@ -27,12 +28,18 @@ def make_lab_parser(prog: str = "jaxdist lab") -> CommandParser:
         prog=prog, description=LAB_DESCRIPTION, usage=LAB_USAGE.format(prog), **with_examples(_EXAMPLES)
     )
     add = parser.add_argument
-    add("-n", "--hosts", type=int, metavar="N", help="number of hosts, 1 to 64")
+    add("-n", "--hosts", type=numeric(int, at_least=1, at_most=MAX_HOSTS), metavar="N", help="number of hosts, 1 to 64")
     add("--rate", help="of every link, both ways, as 200mbit; or one a host, with commas; or none")
     add("--burst", default="256kb", help="bytes that may leave at once (default: 256kb)")
     add("--congestion", default="cubic", metavar="NAME", help="of TCP (default: cubic)")
     text = "left to the other hosts when one has failed, and to all after a signal (default: 10)"
-    add("--grace", type=float, default=10.0, metavar="SECONDS", help=f"{text}; a second one kills at once")
+    add(
+        "--grace",
+        type=numeric(float, at_least=0),
+        default=10.0,
+        metavar="SECONDS",
+        help=f"{text}; a second one kills at once",
+    )
     add("--quiet", action="store_true", help="show what host 0 prints, and nothing of the others")
     add("--clean", action="store_true", help="only remove what killed runs left behind")
     return parser
@@ -47,6 +54,7 @@ def run_lab(arguments: list[str], prog: str = "jaxdist lab") -> int:
         return run_data_parallel(arguments[1:], f"{prog} {_DATA_PARALLEL}")
     before, command = split_command(arguments)
     parser, signals = make_lab_parser(prog), list[int]()
+    check_separator(parser, arguments)
     options = parser.parse_args(before)
     if options.clean:
         if reason := unavailable():

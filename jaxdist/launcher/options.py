@@ -1,11 +1,12 @@
 """Command lines of the form OPTIONS -- COMMAND, and the options of `scripts/launch.py`."""
 
 import argparse
-import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config.arguments import numeric
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError
 from jaxdist.runtime.network.addresses import split_address
@@ -22,12 +23,22 @@ _EXAMPLES = (
     "jaxdist launch -n 8 --nnodes 2 --node-rank 0 --coordinator host0:9876 -- jaxdist train my.yaml --run-dir my",
 )
 MAX_COUNT = 100_000  # of processes or hosts
+AMOUNT = numeric(float, at_least=0, below=1e6)  # of CPUs or GPUs of a host
 
 
 def split_command(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """The arguments before `--`, and the command after it."""
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:split]), tuple(arguments[split + 1 :])
+
+
+def check_separator(parser: CommandParser, arguments: Sequence[str]) -> None:
+    """Raise `UserError` where the command stands without `--` before it. parser: of the arguments before `--`."""
+    rest = [] if "--" in arguments else parser.parse_known_args(arguments)[1]
+    if rest and not rest[0].startswith("-"):
+        at = list(arguments).index(rest[0])
+        meant = f"{parser.prog} {shlex.join([*arguments[:at], '--', *arguments[at:]])}"
+        raise UserError(f"command: {rest[0]!r} has no -- before it; allowed: OPTIONS -- COMMAND; write {meant}")
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -64,28 +75,30 @@ def make_parser(prog: str = "jaxdist launch") -> CommandParser:
         prog=prog, description=_DESCRIPTION, usage=f"{prog} -n N [options] -- COMMAND ...", **with_examples(_EXAMPLES)
     )
     add = parser.add_argument
-    add("-n", "--procs", type=int, required=True, metavar="N", help="processes on this host")
-    add("--nnodes", type=int, default=1, metavar="N", help="hosts in the job (default: 1)")
-    add("--node-rank", type=int, default=0, metavar="R", help="of this host, from 0")
+    count, ordinal = numeric(int, at_least=1, at_most=MAX_COUNT), numeric(int, at_least=0)
+    seconds = numeric(float, at_least=0)
+    add("-n", "--procs", type=count, required=True, metavar="N", help="processes on this host")
+    add("--nnodes", type=count, default=1, metavar="N", help="hosts in the job (default: 1)")
+    add("--node-rank", type=ordinal, default=0, metavar="R", help="of this host, from 0")
     text = "address of host 0 that all can reach; the launchers of several hosts meet at this port, the job at the next"
     add("--coordinator", metavar="HOST:PORT", help=text)
     text = f"with --nnodes: holds a secret, the same on every host, by which they know each other; or set {TOKEN}"
     add("--token-file", metavar="FILE", help=text)
     text = "give up after so many restarts without a newer checkpoint (default: 3)"
-    add("--max-restarts", type=int, default=3, metavar="N", help=text)
+    add("--max-restarts", type=ordinal, default=3, metavar="N", help=text)
     add("--ray", action="store_true", help="start on hosts of a Ray cluster: that of RAY_ADDRESS, or this machine")
-    add("--host-cpus", type=float, metavar="C", help="with --ray: CPUs that Ray reserves on each host (default: 1)")
-    add("--host-gpus", type=float, metavar="G", help="with --ray: GPUs that it reserves on each host (default: none)")
+    add("--host-cpus", type=AMOUNT, metavar="C", help="with --ray: CPUs that Ray reserves on each host (default: 1)")
+    add("--host-gpus", type=AMOUNT, metavar="G", help="with --ray: GPUs that it reserves on each host (default: none)")
     text = "instead of giving up, go on with one process fewer on this host, down to this number"
-    add("--min-procs", type=int, metavar="N", help=text)
+    add("--min-procs", type=count, metavar="N", help=text)
     text = "restart with the hosts that come, if they are so many at least (host 0 among them)"
-    add("--min-nodes", type=int, metavar="N", help=text)
+    add("--min-nodes", type=count, metavar="N", help=text)
     add("--log-dir", metavar="DIR", help="of the ranks' logs (default: logs/ in the run directory)")
     add("--no-bind", dest="bind", action="store_false", help="let every process use all CPUs")
     text = "left to the other ranks when one has failed (default: 5)"
-    add("--grace", type=float, default=5.0, metavar="SECONDS", help=text)
+    add("--grace", type=seconds, default=5.0, metavar="SECONDS", help=text)
     text = "before a restart; doubled for each further one without progress (default: 1)"
-    add("--backoff", type=float, default=1.0, metavar="SECONDS", help=text)
+    add("--backoff", type=seconds, default=1.0, metavar="SECONDS", help=text)
     return parser
 
 
@@ -122,17 +135,9 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str], prog: str = 
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    for name, value in (("-n", options.procs), ("--nnodes", options.nnodes)):
-        if not 1 <= value <= MAX_COUNT:
-            raise UserError(f"{name}: {value}; allowed: 1 or more")
     least = {"--min-procs": (options.min_procs, options.procs), "--min-nodes": (options.min_nodes, options.nnodes)}
     for name, (value, most) in least.items():
-        if value is not None and not 1 <= value <= most:
+        if value is not None and value > most:
             raise UserError(f"{name}: {value}; allowed: 1 to {most}")
-    if not 0 <= options.node_rank < options.nnodes:
+    if options.node_rank >= options.nnodes:
         raise UserError(f"--node-rank: {options.node_rank} of {options.nnodes} hosts; allowed: 0 to --nnodes - 1")
-    if options.max_restarts < 0:
-        raise UserError(f"--max-restarts: {options.max_restarts}; allowed: 0 or more")
-    for name, seconds in (("--grace", options.grace), ("--backoff", options.backoff)):
-        if not 0 <= seconds < math.inf:
-            raise UserError(f"{name}: {seconds}; allowed: seconds >= 0")

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.checks import check_layout
-from jaxdist.config.resolve import GPU_PLUGINS, resolve_mesh, unused_gpus
+from jaxdist.config.resolve import GPU_PLUGINS, INSTALL_CUDA, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
@@ -48,7 +48,7 @@ def fail_alone() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if jax.process_count() == 1:
+        if place().processes == 1:
             raise
         if (status := status_of(error)) != FAILED:
             print(f"error: {error}", file=sys.stderr)
@@ -118,15 +118,41 @@ def give_threads(threads: int, environment: MutableMapping[str, str], *, cores: 
         environment["NPROC"] = environment[OWN_THREADS] = str(threads)
 
 
-def _count(devices: DevicesConfig) -> int:
-    """The number of devices of the job. JAX starts here."""
+def count_devices(devices: DevicesConfig, *, key: str = "devices.platform") -> int:
+    """The number of devices of the job. JAX starts here, for every command that runs on devices.
+
+    key: what messages call the platform that is wished. Raises `UserError` where JAX cannot use it, or has no such
+    platform as JAX_PLATFORMS says.
+    """
+    named, reason = os.environ.get("JAX_PLATFORMS"), "none is here"
     try:
-        return jax.device_count()
-    except RuntimeError as error:
-        if devices.platform != "gpu":
+        count = jax.device_count()
+        if devices.platform != "gpu" or jax.default_backend() != "cpu":
+            return count
+        reason = f"it found {count} x cpu"  # a GPU that is not there is left out without a word
+    except (RuntimeError, AssertionError) as error:  # jax has an assertion where it left out all that it was told
+        if isinstance(error, RuntimeError):
+            reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+            if not reason.startswith("Unable to initialize backend"):
+                raise
+        if devices.platform != "gpu" and not named:
             raise
-        reason = str(error).splitlines()[0]
-        raise UserError(f"devices.platform: 'gpu', but JAX cannot use one ({reason}); set auto or cpu") from error
+    if devices.platform == "gpu":
+        plugin = any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS)
+        mend = "mend its driver (see nvidia-smi) or CUDA_VISIBLE_DEVICES" if plugin else INSTALL_CUDA
+        raise UserError(f"{key}: 'gpu', but JAX cannot use one ({reason}); allowed: auto or cpu; for a GPU {mend}")
+    raise UserError(
+        f"JAX_PLATFORMS: {named!r} in the environment, but JAX cannot use it ({reason}); allowed: cpu, cuda where there"
+        " is an NVIDIA GPU, or another platform that JAX has here; unset it, and JAX chooses"
+    )
+
+
+def fit_to_devices(config: Config) -> Config:
+    """The configuration with the mesh that the devices allow. Raises `UserError` where they do not fit it."""
+    config = replace(config, mesh=resolve_mesh(config.mesh, count_devices(config.devices), config.devices.fit))
+    check_layout(config)
+    check_float8(POLICIES[config.precision.policy], jax.devices())
+    return config
 
 
 def _greet(devices: DevicesConfig) -> None:
@@ -160,9 +186,7 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
         join_job(job, heartbeat_s(config.train.watchdog_s))
     _greet(config.devices)
     with fail_alone(), watched(config):
-        config = replace(config, mesh=resolve_mesh(config.mesh, _count(config.devices), config.devices.fit))
+        config = fit_to_devices(config)
         set_options(config, jax.default_backend())
         set_up(config.devices.compilation_cache, jax.default_backend())
-        check_layout(config)
-        check_float8(POLICIES[config.precision.policy], jax.devices())
         return config

@@ -27,6 +27,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.config.schema import Config
 from jaxdist.errors import CommandParser, reports_mistakes
 
@@ -255,9 +256,9 @@ def main() -> int:
     """Run all attacks, print a table, and return the exit status."""
     parser = CommandParser(description="Attack the commands, and classify how each attack ends.")
     parser.add_argument("--only", help="a family, such as 'data'")
-    parser.add_argument("--every", type=int, default=1, help="run only one of so many, drawn with a fixed seed")
-    parser.add_argument("--jobs", type=int, default=2, help="attacks at once")
-    parser.add_argument("--json", type=Path, help="a file for the outcomes")
+    parser.add_argument("--every", type=COUNT, default=1, help="run only one of so many, drawn with a fixed seed")
+    parser.add_argument("--jobs", type=COUNT, default=2, help="attacks at once")
+    parser.add_argument("--json", type=output_file, help="a file for the outcomes")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         outside = Path(folder) / "outside"

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.errors import CommandParser, reports_mistakes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "distill_quickstart.yaml"
@@ -40,9 +41,9 @@ def main() -> int:
     """Exit status 0, or 2 for wrong arguments."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/distill"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--teacher-steps", type=int, default=600)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seeds", type=COUNT, default=3)
+    parser.add_argument("--teacher-steps", type=COUNT, default=600)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
     import jax

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, MeshConfig
-from jaxdist.errors import CommandParser, UserError, reports_mistakes
+from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.observe import measured_on
 
 WARM_UP = 2  # steps of each
@@ -68,13 +69,11 @@ def main() -> int:
     """Exit status 0, or 2 for wrong arguments."""
     parser = CommandParser(description="The price of data.documents=mask on one device.")
     parser.add_argument("--config", default="configs/quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--length", type=int, default=300, metavar="TOKENS", help="of documents, on average")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--steps", type=COUNT, default=20)
+    parser.add_argument("--length", type=COUNT, default=300, metavar="TOKENS", help="of documents, on average")
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
-    if arguments.steps < 1 or arguments.length < 1:
-        raise UserError("--steps and --length must be at least 1")
     config = load_config(arguments.config, [*arguments.overrides, "parallel.strategy=ddp"])
     config = replace(config, mesh=MeshConfig(), devices=replace(config.devices, simulated=1))
     from jaxdist.runtime.start import start

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.config.arguments import COUNT, output_file, picture_file
 from jaxdist.config.load import load_config, to_yaml
 from jaxdist.elastic.outer import Outer
 from jaxdist.elastic.rule import BoundedStaleness
@@ -131,9 +132,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     """Exit status 0, or 2 for wrong arguments."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--seeds", type=COUNT, default=3)
+    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--svg", type=picture_file)
     parser.add_argument("--from", type=Path, dest="given", help="draw these results, and measure nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()

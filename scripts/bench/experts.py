@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.config.shipped import find_config
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.observe import measured_on, read_metrics
@@ -46,8 +47,8 @@ def run(config: str, seed: int, overrides: list[str]) -> dict[str, float]:
 def main(argv: list[str]) -> int:
     """Exit status: 0 the mixture is below the dense model for every seed; 1 it is not; 2 a run failed."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--seeds", type=COUNT, default=3)
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     out, runs = arguments.json, dict[str, dict[str, Any]]()

@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, numeric, output_file
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -161,10 +162,10 @@ def configurations(count: int, seed: int, gpu: str | None, again: Path | None) -
 def main() -> int:
     """Print a line for each configuration, and the summary."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50, help="of configurations")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--count", type=COUNT, default=50, help="of configurations")
+    parser.add_argument("--seed", type=numeric(int, at_least=0), default=0, help="of what is drawn")
     parser.add_argument("--gpu", help="the GPU that is compiled for, such as h200")
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     parser.add_argument("--again", type=Path, metavar="JSON", help="a file of this script")
     arguments = parser.parse_args()
     if arguments.again:  # what was drawn for GPUs stands for overrides of another configuration

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.config.schema import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
@@ -180,13 +181,11 @@ def main() -> int:
     """Exit status 0, 1 for a difference above 1e-5, or 2 for wrong arguments."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="as in the table; all, if left out")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=COUNT, default=10)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     if unknown := [each for each in arguments.families if each not in FAMILIES]:
         raise UserError(f"FAMILY: {unknown[0]!r} is not known; allowed: {'; '.join(FAMILIES)}")
-    if arguments.steps < 1:
-        raise UserError(f"--steps: {arguments.steps}; allowed: 1 and more")
     import jax
     import torch
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist import Config, UserError
+from jaxdist.config.arguments import COUNT
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.generation.loop import Generator
 from jaxdist.generation.sampling import Sampling, row_keys
@@ -37,10 +38,10 @@ def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 for numbers that do not fit."""
     parser = CommandParser(prog="generate.py", description="Tokens per second with a key/value cache and without.")
     for name, usual in (("layers", 4), ("width", 256), ("heads", 8), ("prompt", 128), ("new", 128), ("batch", 1)):
-        parser.add_argument(f"--{name}", type=int, default=usual)
+        parser.add_argument(f"--{name}", type=COUNT, default=usual)
     given = parser.parse_args(argv)
-    if min(vars(given).values()) < 1 or given.width % given.heads:
-        raise UserError("allowed: numbers of 1 and more, and a --width that --heads divides")
+    if given.width % given.heads:
+        raise UserError(f"--heads: {given.heads}; allowed: divisors of --width, {given.width}")
     sizes = {"layers": given.layers, "width": given.width, "heads": given.heads, "vocab": 256}
     length = given.prompt + given.new
     model, mesh = gpt(Config().model.replace(**sizes), max_length=length), make_mesh(devices=jax.devices()[:1])

@@ -28,6 +28,7 @@ from harness.task import SIZES
 
 from jaxdist import registry
 from jaxdist.collectives.algorithm import ALGORITHMS
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import INTERFACE
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
@@ -203,13 +204,13 @@ def text(found: dict[str, Any]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=COUNT, default=2)
     parser.add_argument("--contenders", default=CONTENDERS)
     parser.add_argument("--rate", metavar="RATE", help="of the links of virtual hosts, as 100mbit; default: this host")
     parser.add_argument("--size", default="gloo", help="of harness/task.py")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=5, help="in a turn")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--rounds", type=COUNT, default=9)
+    parser.add_argument("--steps", type=COUNT, default=5, help="in a turn")
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     arguments = parser.parse_args(argv)
     found = measure(arguments, lambda line: print(line, flush=True))
     print("\n".join(text(found)))

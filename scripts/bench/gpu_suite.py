@@ -34,6 +34,7 @@ from harness.gpu import PARTS
 from harness.gpu.runs import NO_MEMORY, NOTHING
 from harness.race import is_failure
 
+from jaxdist.config.arguments import numeric, output_file
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 BEGAN = time.monotonic()
@@ -81,17 +82,17 @@ def run_all(arguments: argparse.Namespace) -> int:
 def main() -> int:
     """Exit status: 0; 1 where a part failed or was left out; 2 for a wrong command line."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="OUT", required=True)
+    parser.add_argument("--json", type=output_file, metavar="OUT", required=True)
     parser.add_argument("--parts", default=",".join(PARTS), help="in this order; default: all")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="seconds for everything; default: 1800")
+    parser.add_argument(
+        "--limit-s", type=numeric(float, above=0), default=1800.0, help="seconds for everything; default: 1800"
+    )
     parser.add_argument("--tiny", action="store_true", help="toy sizes, as on CPUs")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # run it in this process
     arguments = parser.parse_args()
     for name in arguments.parts.split(","):
         if name not in PARTS:
             raise UserError(f"--parts: {name!r} is not known; allowed: {', '.join(PARTS)}")
-    if not Path(arguments.json).absolute().parent.is_dir():
-        raise UserError(f"--json: {arguments.json}: its folder does not exist; make it first")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # one GPU, also where there are several
     if arguments.part is None:

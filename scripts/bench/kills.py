@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config.arguments import COUNT, numeric, output_file
 from jaxdist.errors import CommandParser, reports_mistakes
 
 YAML = """
@@ -279,12 +280,16 @@ def campaign(folder: Path, layout: str, plan: list[str], steps: int, chance: ran
 def main() -> int:
     """Exit status: 0 all held, 1 something did not, 2 wrong arguments."""
     parser = CommandParser(description="Kill and restart small training runs; compare with one left alone.")
-    parser.add_argument("--kills", type=int, default=200, metavar="N", help="kill -9 this often (default 200)")
-    parser.add_argument("--terms", type=int, default=20, metavar="N", help="SIGTERM this often (default 20)")
+    parser.add_argument(
+        "--kills", type=numeric(int, at_least=0), default=200, metavar="N", help="kill -9 this often (default 200)"
+    )
+    parser.add_argument(
+        "--terms", type=numeric(int, at_least=0), default=20, metavar="N", help="SIGTERM this often (default 20)"
+    )
     parser.add_argument("--layouts", default="one,two", help="one: a process of 4 devices; two: 2 of 2")
-    parser.add_argument("--steps", type=int, default=60, help="of a run (default 60)")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write what happened")
+    parser.add_argument("--steps", type=COUNT, default=60, help="of a run (default 60)")
+    parser.add_argument("--seed", type=numeric(int, at_least=0), default=0, help="of the instants")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="where to write what happened")
     arguments = parser.parse_args()
     layouts = arguments.layouts.split(",")
     if unknown := set(layouts) - set(LAYOUTS):

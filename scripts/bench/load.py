@@ -24,6 +24,7 @@ from jaxdist.checkpoint.huggingface.convert import config_json
 from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.huggingface.names import tensors
 from jaxdist.checkpoint.huggingface.safetensors import TensorEntry, write
+from jaxdist.config.arguments import numeric, output_file
 from jaxdist.config.schema import Config, DevicesConfig, MeshConfig, ModelConfig
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.launcher.spawn import spawn
@@ -166,10 +167,10 @@ def table(found: dict[str, Any]) -> str:
 def main() -> int:
     """Exit status 0, 1 where a process needs more memory than the limit, 2 for wrong arguments."""
     parser = CommandParser(description="Memory and time of loading a Hugging Face folder into shards.")
-    parser.add_argument("--gb", type=float, default=8, help="size of the folder")
+    parser.add_argument("--gb", type=numeric(float, above=0), default=8, help="size of the folder")
     parser.add_argument("--processes", type=int, default=2, choices=(1, 2, 4, 8))
     parser.add_argument("--folder", type=Path, help="where to make it; default: the system's temporary folder")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     arguments = parser.parse_args()
     if not 0.3 <= arguments.gb <= 1000:
         raise UserError(f"--gb: {arguments.gb}; allowed: 0.3 to 1000")

@@ -13,13 +13,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.data import Loader
 from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.mesh import make_mesh
@@ -87,8 +87,8 @@ def main() -> int:
     """Exit status 0, or 2 for wrong arguments."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"rows": 32, "length": 1024, "tokens": 10**7, "rounds": 20, "burst": 50}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+        parser.add_argument(f"--{name}", type=COUNT, default=default)
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     arguments = parser.parse_args()
     ids = np.random.default_rng(0).integers(0, 50257, arguments.tokens).astype(np.uint16)
     found = contenders(ids, arguments.rows, arguments.length)

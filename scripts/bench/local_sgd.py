@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, numeric, output_file
 from jaxdist.config.shipped import find_config
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
@@ -213,22 +214,26 @@ def main() -> int:
     """Exit status 0, or 2 for wrong arguments and where there are no virtual hosts."""
     parser = CommandParser(description="Local SGD beside ddp: losses, and seconds on a slow network.")
     parser.add_argument("what", choices=("losses", "hosts"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--every", type=int, nargs="+", default=[1, 10, 50], metavar="H")
+    parser.add_argument("--seeds", type=COUNT, default=3)
+    parser.add_argument("--every", type=COUNT, nargs="+", default=[1, 10, 50], metavar="H")
     parser.add_argument("--outer", nargs="+", metavar="NAME", help="rows whose outer optimizer has this in its name")
-    parser.add_argument("--rows", type=int, default=ROWS, help="of a batch, which four replicas share; a multiple of 4")
-    parser.add_argument("-n", "--hosts", type=int, default=3)
-    parser.add_argument("--rate", type=int, help="of each host's link, in kbit")
-    parser.add_argument("--steps", type=int, default=41, help="of a host alone and of ddp; the first 3 are not counted")
-    parser.add_argument("--rounds", type=int, default=12, help="of local SGD on hosts; two of them are not counted")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument(
+        "--rows", type=COUNT, default=ROWS, help="of a batch, which four replicas share; a multiple of 4"
+    )
+    parser.add_argument("-n", "--hosts", type=numeric(int, at_least=2), default=3)
+    parser.add_argument("--rate", type=COUNT, help="of each host's link, in kbit")
+    parser.add_argument(
+        "--steps", type=COUNT, default=41, help="of a host alone and of ddp; the first 3 are not counted"
+    )
+    parser.add_argument(
+        "--rounds", type=numeric(int, at_least=3), default=12, help="of local SGD on hosts; two of them are not counted"
+    )
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     words = sys.argv[1:]
     settings = [word for word in words if "=" in word and not word.startswith("-")]  # else --every would take them
     arguments = parser.parse_intermixed_args([word for word in words if word not in settings])
     arguments.overrides += settings
-    if arguments.hosts < 2 or arguments.seeds < 1 or min(arguments.every) < 1 or arguments.rounds < 3:
-        raise UserError("-n must be at least 2, --seeds and --every at least 1, --rounds at least 3")
     if arguments.rows < REPLICAS or arguments.rows % REPLICAS:
         raise UserError(
             f"--rows: {arguments.rows} rows are not shared evenly by {REPLICAS} replicas; allowed: 4, 8, ..."

@@ -15,9 +15,9 @@ import platform
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import numeric, output_file
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import CommandParser, reports_mistakes
 
@@ -123,8 +123,8 @@ def main() -> int:
     """Exit status 0, or 2 for wrong arguments."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="4,8,16,32,64")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each mode; 0: none")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=numeric(int, at_least=0), default=20, help="timed steps of each mode; 0: none")
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     import jax
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.errors import CommandParser, reports_mistakes
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -85,9 +86,9 @@ def measured(source: Any, model: Any, sizes: Any, strategy: str) -> dict[str, fl
 def main() -> int:
     """Exit status 0, or 2 for wrong arguments."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--layers", type=COUNT, default=16)
+    parser.add_argument("--width", type=COUNT, default=128)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     import flax
     import jax

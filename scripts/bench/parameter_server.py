@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxdist.collectives import Link, cost
 from jaxdist.collectives.parameter_server import server_cost
+from jaxdist.config.arguments import COUNT, numeric, output_file
 from jaxdist.elastic.cluster import load_ray
 from jaxdist.elastic.outer import make_outer
 from jaxdist.elastic.server import Server
@@ -168,15 +169,13 @@ def measure(rate: str, hosts: int, size: int, rounds: int) -> list[dict[str, Any
 def main() -> int:
     """Exit status 0, or 2 for wrong arguments and where there are no virtual hosts."""
     parser = CommandParser(description="A synchronous parameter server on Ray and shaped links, against its formula.")
-    parser.add_argument("--hosts", type=int, default=4, help="workers and servers together")
+    parser.add_argument("--hosts", type=numeric(int, at_least=2), default=4, help="workers and servers together")
     parser.add_argument("--rates", default="20mbit,40mbit", help="of the links, in mbit, with commas between")
-    parser.add_argument("--mb", type=float, default=4.0, help="MB of gradients of each worker")
-    parser.add_argument("--rounds", type=int, default=7, help=f"that are counted, after {WARM_UP} that are not")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--mb", type=numeric(float, above=0), default=4.0, help="MB of gradients of each worker")
+    parser.add_argument("--rounds", type=COUNT, default=7, help=f"that are counted, after {WARM_UP} that are not")
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     parser.add_argument("--on-host", metavar="END", help="the program of a virtual host; this script starts it")
     arguments = parser.parse_args()
-    if arguments.hosts < 2 or arguments.rounds < 1 or arguments.mb <= 0:
-        raise UserError("--hosts must be at least 2, --rounds at least 1, --mb above 0")
     parts = 4 * 3 * 5 * 7  # every number of servers up to 7 divides them
     size = max(1, round(arguments.mb * 1e6 / 4 / parts)) * parts
     if arguments.on_host:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config.arguments import output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import CommandParser, reports_mistakes
@@ -154,7 +155,7 @@ def main() -> int:
     """Print a table, and write the figures."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     given = parser.parse_args()
     figures = []
     for case in CASES:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
@@ -168,8 +169,8 @@ def main() -> int:
     """Measure, print a table, and write the figures."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["25mbit", "100mbit", "1gbit"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=COUNT, default=5)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job is not None:

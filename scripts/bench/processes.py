@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
@@ -158,8 +159,8 @@ def main() -> int:
     parser = CommandParser(description="The same losses from any number of processes and virtual hosts.")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--steps", type=COUNT, default=20)
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(arguments, Path(scratch))

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jaxdist import init_state, make_mesh, make_optimizer, make_train_step, state_target
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.checksums import check_files
+from jaxdist.config.arguments import COUNT, numeric, output_file
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.data import Loader
@@ -144,12 +145,18 @@ def main() -> int:
     parser = CommandParser(description="Time steps beside a save, verification and restoring.")
     sizes = {"width": 1024, "layers": 6, "seq-len": 128, "batch": 8, "data": 1, "saves": 5}
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--steps", type=int, default=8, help="alone, before each save")
-    parser.add_argument("--touch", type=int, default=0, metavar="GB", help="memory to use and let go before each save")
+        parser.add_argument(f"--{name}", type=COUNT, default=default)
+    parser.add_argument("--steps", type=COUNT, default=8, help="alone, before each save")
+    parser.add_argument(
+        "--touch",
+        type=numeric(int, at_least=0),
+        default=0,
+        metavar="GB",
+        help="memory to use and let go before each save",
+    )
     parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")
     parser.add_argument("--orbax", action="store_true", help="saves by orbax alone follow")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     arguments = parser.parse_args()
     config = ModelConfig(layers=arguments.layers, width=arguments.width, heads=8, vocab=8192).resolved()
     model, mesh = gpt(config, max_length=arguments.seq_len), make_mesh(data=arguments.data)

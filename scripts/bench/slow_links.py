@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config.arguments import COUNT, numeric, output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.grad_sync import GradSync
@@ -175,14 +176,14 @@ def table(result: dict[str, Any]) -> str:
 def main() -> int:
     """Exit status 0, or 2 for wrong arguments and where there are no virtual hosts."""
     parser = CommandParser(description="Training on virtual hosts with a slow network, against prediction.")
-    parser.add_argument("-n", "--hosts", type=int, default=3)
-    parser.add_argument("--ratio", type=float, default=0.275 / 0.4, help="communication : computation of the ring")
-    parser.add_argument("--steps", type=int, default=8, help="steps that are counted, after 3 that are not")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("-n", "--hosts", type=numeric(int, at_least=2), default=3)
+    parser.add_argument(
+        "--ratio", type=numeric(float, above=0), default=0.275 / 0.4, help="communication : computation of the ring"
+    )
+    parser.add_argument("--steps", type=COUNT, default=8, help="steps that are counted, after 3 that are not")
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
-    if arguments.hosts < 2 or arguments.ratio <= 0 or arguments.steps < 1:
-        raise UserError("-n must be at least 2, --ratio above 0, --steps at least 1")
     if reason := unavailable():
         raise UserError(reason)
     result = measure(arguments)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.config.checks import default_remat
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config, MeshConfig
@@ -215,8 +216,8 @@ def main() -> int:
     """Exit status 0, or 2 for a wrong configuration."""
     parser = CommandParser(description="jaxdist's step against plain JAX on one device.")
     parser.add_argument("--config", default="configs/quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--steps", type=COUNT, default=30)
+    parser.add_argument("--json", type=output_file, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
     config = load_config(arguments.config, arguments.overrides)

@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import COUNT, numeric, output_file, picture_file
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
 BEGAN = time.monotonic()
@@ -187,13 +188,20 @@ def arguments_of() -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", help=f"of harness.task.SIZES; on GPUs {ON_GPU}, else toy")
     parser.add_argument("--contenders", default=CONTENDERS, help="the first is compared with the others")
-    parser.add_argument("--steps", type=int, default=20, help="rounds that count")
-    parser.add_argument("--burst", type=int, default=0, help="steps of a round; 0: 2 on GPUs, else 1")
+    parser.add_argument("--steps", type=COUNT, default=20, help="rounds that count")
+    parser.add_argument(
+        "--burst", type=numeric(int, at_least=0), default=0, help="steps of a round; 0: 2 on GPUs, else 1"
+    )
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="bf16 on GPUs, else fp32")
-    parser.add_argument("--limit-s", type=float, default=570.0, help="seconds for everything; what is left out is said")
+    parser.add_argument(
+        "--limit-s",
+        type=numeric(float, above=0),
+        default=570.0,
+        help="seconds for everything; what is left out is said",
+    )
     parser.add_argument("--cache", metavar="FOLDER", help="of compiled programs, on GPUs; a new one if left out")
-    parser.add_argument("--json", metavar="OUT")
-    parser.add_argument("--plot", metavar="OUT")
+    parser.add_argument("--json", type=output_file, metavar="OUT")
+    parser.add_argument("--plot", type=picture_file, metavar="OUT")
     return parser.parse_args()
 
 

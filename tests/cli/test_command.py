@@ -1,5 +1,6 @@
 """The command `jaxdist`: its table, its helps, names of configurations, completion, a new project."""
 
+import argparse
 import io
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 
 from jaxdist.cli.completion import SCRIPTS, candidates
 from jaxdist.cli.main import COMMANDS, main
+from jaxdist.config.arguments import output_file, output_folder
 from jaxdist.config.load import load_config
 from jaxdist.config.resolve import unused_gpus
 from jaxdist.config.shipped import about, find_budget, find_config, shipped
@@ -33,6 +35,73 @@ def test_a_help_ends_with_two_examples(name: str, capsys: pytest.CaptureFixture[
     examples = out.partition("\nexamples:\n")[2].splitlines()
     assert status == 0 and out.startswith(f"usage: jaxdist {name} ")
     assert len(examples) == 2 and all(f"jaxdist {name}" in line for line in examples), out
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "lab data-parallel"])
+def test_every_option_has_a_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda parser, file=None: parsers.append(parser))
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    for action in parsers[0]._actions:
+        inner = action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
+        for each in (action, *(each for parser in inner for each in parser._actions)):
+            assert each.help, each
+            assert each.type not in (int, float), f"{each}: unchecked; jaxdist.config.arguments has types"
+
+
+BAD_FILES = {
+    "there": "is a folder; allowed: a file, as ",
+    "gone/x.svg": "its folder does not exist; ",
+    "file/x.svg": "its folder does not exist; ",
+    "~nobody-of-this-name/x.svg": "Could not determine home directory; allowed: a path",
+}
+WRITES = {
+    "explain quickstart": ("--json", "--plot", "--timeline", "--write-budget"),
+    "plan quickstart": ("--json", "--hlo"),
+    "doctor": ("--plot",),
+    "bench quickstart": ("--json",),
+    "calibrate quickstart": ("--out",),
+    "cost": ("--json",),
+    "report .": ("--output",),
+    "lab data-parallel": ("--json",),
+}
+
+
+@pytest.mark.parametrize(("command", "option"), [(name, each) for name, options in WRITES.items() for each in options])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("file").touch()
+    for path, words in BAD_FILES.items():
+        status, out, err = said([*command.split(), option, path], capsys)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"error: {option}: '{path}': {words}")
+    if option in ("--plot", "--timeline"):
+        status, _, err = said([*command.split(), option, "x.txt"], capsys)
+        assert status == 2 and "allowed: names that end in .png, " in err
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["plan quickstart --out", "data x --out", "checkpoint export x --output", "checkpoint average x --last 1 --output"],
+)
+def test_a_folder_below_a_file_is_told_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    status, out, err = said([*command.split(), str(tmp_path / "file" / "x")], capsys)
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"{tmp_path / 'file'} is a file; allowed: a folder" in err
+
+
+def test_what_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for kind, name in ((output_file, "file"), (output_file, "new"), (output_folder, "new/below")):
+        with pytest.raises(argparse.ArgumentTypeError, match="cannot be written; allowed: a f[a-z]+ that"):
+            kind(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"], ["plan", "--help"]])

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.cli.work.doctor import addresses_shared, differing, environment_of
 from jaxdist.cli.work.link_bandwidth import ALL_PAIRS, SlowLink, _one_program, bandwidths, pairs, slow_links
+from jaxdist.config.resolve import has_gpus
 from jaxdist.lab.network import unavailable
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
 from jaxdist.runtime.network.addresses import port_problem
@@ -135,6 +136,13 @@ def test_one_process(tmp_path: Path) -> None:
     assert "variable   NCCL_TOKEN=[redacted]" in lines
     assert "hunter2" not in done.stdout + done.stderr
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(has_gpus(), reason="there is a GPU")
+def test_a_platform_that_is_not_here() -> None:
+    done = subprocess.run([*SCRIPT, "--platform", "gpu"], env=child.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: --platform: 'gpu', but JAX cannot use one (it found 1 x cpu); allowed: ")
 
 
 @pytest.mark.slow

@@ -106,6 +106,10 @@ FILES = [
 ]
 
 KEYS = [
+    case("schedule-1f1b", b"parallel: {schedule: 1F1B}\n", "parallel.schedule", "did you mean 'one_f_one_b'?"),
+    case("strategy-1f1b", b"parallel: {strategy: 1f1b}\n", "did you mean parallel.schedule=one_f_one_b?"),
+    case("strategy-gpipe", b"parallel: {strategy: gpipe}\n", "did you mean parallel.schedule=gpipe?"),
+    case("schedule-zero3", b"parallel: {schedule: zero3}\n", "did you mean parallel.strategy=zero3?"),
     case("section-typo", b"trian: {steps: 5}\n", "trian", "unknown section", "did you mean train?"),
     case("section-case", b"Model: {layers: 5}\n", "Model", "did you mean model?"),
     case("key-typo", b"train: {stpes: 5}\n", "train.stpes", "value 5", "mean train.steps?", "keys of train: steps"),

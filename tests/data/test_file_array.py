@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from data_files import config, ids_file, sharding
@@ -17,6 +16,7 @@ from jaxdist.data import FileArray, FileChanged, make_loader
 from jaxdist.data.sources.images import images
 from jaxdist.data.sources.tokens import tokens
 from jaxdist.errors import UserError
+from jaxdist.processes import Place
 from jaxdist.runtime.exit_status import DONE, STOPPED, status_of
 from jaxdist.runtime.start import fail_alone
 from jaxdist.trainer.train import train
@@ -146,7 +146,7 @@ except FileChanged as error:
 def test_a_rank_of_a_job_ends_with_75_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("jaxdist.runtime.start.place", lambda: Place(0, 2))
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended, fail_alone():
         raise FileChanged(tmp_path, "another")

@@ -89,9 +89,9 @@ def test_too_few_resources_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--workers", "0"], "--workers: 0; allowed: 1 to 1024"),
-        (["--bound", "-1"], "--bound: -1; allowed: 0 to 10000"),
-        (["--patience", "0"], "--patience: 0; allowed: 1 to 86400 seconds"),
+        (["--workers", "0"], "--workers: 0; allowed: an integer >= 1 and <= 1024"),
+        (["--bound", "-1"], "--bound: -1; allowed: an integer >= 0 and <= 10000"),
+        (["--patience", "0"], "--patience: 0; allowed: a number >= 1 and <= 86400"),
         (["--patience", "nan"], "--patience: nan; allowed"),
         (["--least", "3"], "--least: 3; allowed: 1 to 2"),
         (["--outer", "nesterof"], "did you mean nesterov?"),
@@ -252,7 +252,7 @@ def test_the_figures_of_costs_need_a_file(tmp_path: Path, capsys: pytest.Capture
     """Which is said before anything is computed."""
     assert main(["cost", "--json", str(tmp_path)]) == 2
     said = capsys.readouterr()
-    assert f"{tmp_path}: is a folder; give a file, as {tmp_path}/cost.json" in said.err and said.out == ""
+    assert f"--json: '{tmp_path}': is a folder; allowed: a file, as {tmp_path}/out" in said.err and said.out == ""
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def test_each_host_gets_the_launchers_arguments() -> None:
     [
         (["-n", "1", "--coordinator", "a:1", "--", "job"], "--coordinator: is chosen by --ray; leave it out"),
         (["-n", "1", "--node-rank=1", "--", "job"], "--node-rank: is chosen by --ray; leave it out"),
-        (["-n", "1", "--host-cpus", "-1", "--", "job"], "--host-cpus: -1; allowed: 0 or more"),
+        (["-n", "1", "--host-cpus", "-1", "--", "job"], "--host-cpus: -1; allowed: a number >= 0 and < "),
         (["-n", "1", "--nnodes", "2", "--", "job"], "--run-dir: not given in the command"),
-        (["-n", "0", "--", "job"], "-n: 0; allowed: 1 or more"),
+        (["-n", "0", "--", "job"], "-n/--procs: 0; allowed: an integer >= 1"),
         (["-n", "1"], "command: none given"),
     ],
 )

@@ -78,6 +78,14 @@ def test_a_planted_temporary_file_leads_nowhere(tmp_path: Path) -> None:
     assert not (tmp_path / "file").is_symlink()
 
 
+@pytest.mark.parametrize("name", ["folder", "gone/file"])
+def test_an_error_names_the_file_and_not_the_temporary_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError) as caught:
+        replace_file(tmp_path / name, b"new")
+    assert caught.value.filename == str(tmp_path / name) and [*tmp_path.iterdir()] == [tmp_path / "folder"]
+
+
 @pytest.mark.parametrize("resume", [0, 1, 9, None])
 def test_metrics_of_a_fork_leave_the_original_s(resume: int | None, tmp_path: Path) -> None:
     line = b'{"step": %d, "loss": 1.0}\n'

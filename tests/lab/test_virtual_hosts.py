@@ -371,19 +371,19 @@ def test_links() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-n 0 --rate none -- true", "hosts: 0; allowed: 1 to 64"),
-        ("-n 65 --rate none -- true", "hosts: 65; allowed"),
-        ("-n two --rate none -- true", "argument -n/--hosts"),
+        ("-n 0 --rate none -- true", "-n/--hosts: 0; allowed: an integer >= 1 and <= 64"),
+        ("-n 65 --rate none -- true", "-n/--hosts: 65; allowed"),
+        ("-n two --rate none -- true", "-n/--hosts: 'two'; allowed"),
         ("-n 2 -- true", "-n and --rate are required"),
         ("-n 2 --rate none", "command: none given"),
-        ("-n 2 --rate none true", "unrecognized arguments: true"),
+        ("-n 2 --rate none true", "command: 'true' has no -- before it"),
         ("-n 2 --rate fast -- true", "rate: 'fast'; allowed"),
         ("-n 2 --rate 200mbps -- true", "rate: '200mbps'; allowed"),
         ("-n 2 --rate 1kbit -- true", "rate: '1kbit'; allowed"),
         ("-n 2 --rate 1gbit,1gbit,1gbit -- true", "rate: '1gbit,1gbit,1gbit' has 3 values for 2 hosts"),
         ("-n 2 --rate none --burst 1kb -- true", "burst: '1kb'; allowed"),
         ("-n 2 --rate none --congestion a/b -- true", "congestion: 'a/b'"),
-        ("-n 2 --rate none --grace -1 -- true", "grace: -1.0; allowed"),
+        ("-n 2 --rate none --grace -1 -- true", "--grace: -1; allowed"),
     ],
 )
 def test_wrong_arguments(arguments: str, message: str) -> None:

@@ -781,8 +781,8 @@ def test_hosts_of_different_jobs(hosts: Callable[..., Launcher]) -> None:
     [
         (["-n", "2"], "^command: none given"),
         (["--", "true"], "-n"),
-        (["-n", "two", "--", "true"], "invalid int value: 'two'"),
-        (["-n", "0", "--", "true"], "^-n: 0; allowed: 1 or more"),
+        (["-n", "two", "--", "true"], "^-n/--procs: 'two'; allowed: an integer >= 1"),
+        (["-n", "0", "--", "true"], "^-n/--procs: 0; allowed: an integer >= 1"),
         (["-n", "2", "--min-procs", "3", "--", "true"], "^--min-procs: 3; allowed: 1 to 2"),
         (["-n", "2", "--nnodes", "2", "--", "true"], "^--coordinator: not given"),
         (["-n", "2", "--nnodes", "2", "--node-rank", "2", "--", "true"], "^--node-rank: 2 of 2"),
@@ -803,7 +803,7 @@ def test_command_line_that_makes_no_sense(arguments: list[str], message: str) ->
 def test_a_mistake_is_one_line(launch: Callable[..., Launcher]) -> None:
     job = launch("true", "-n", "0")
     assert job.wait() == 2
-    assert job.err() == "error: -n: 0; allowed: 1 or more\n"
+    assert job.err() == "error: -n/--procs: 0; allowed: an integer >= 1 and <= 100000\n"
     job = launch(["no-such-program"], "-n", "1")
     assert job.wait() == 2
     assert "[0] error: 'no-such-program' cannot be run: No such file or directory" in job.err()

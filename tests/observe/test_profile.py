@@ -49,7 +49,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.endswith("is no folder; give the directory of a run\n")
     assert main([str(tmp_path), "--top", "0"]) == 2
-    assert capsys.readouterr().err.endswith("--top: 0; allowed: 1 or more\n")
+    assert capsys.readouterr().err.endswith("--top: 0; allowed: an integer >= 1\n")
     with pytest.raises(
         UserError, match=r"start 3 with 5 steps ends after train.steps 6; allowed: a start of at most 2"
     ):

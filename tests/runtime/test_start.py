@@ -3,11 +3,21 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 from child import environment
 
 from jaxdist.config.load import load_config
-from jaxdist.runtime.start import OWN_THREADS, THREADS_ALONE, THREADS_IN_A_JOB, give_threads, of_each_process
+from jaxdist.config.resolve import has_gpus
+from jaxdist.config.schema import DevicesConfig
+from jaxdist.runtime.start import (
+    OWN_THREADS,
+    THREADS_ALONE,
+    THREADS_IN_A_JOB,
+    count_devices,
+    give_threads,
+    of_each_process,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +53,43 @@ def test_a_process_does_not_keep_the_threads_of_the_one_that_started_it() -> Non
     for threads, given in ((16, "16"), (64, "64"), (2, None)):
         give_threads(threads, variables, cores=2)
         assert variables.get("NPROC") == given
+
+
+@pytest.mark.parametrize(
+    ("named", "platform", "words"),
+    [
+        ("nosuch", "auto", "JAX_PLATFORMS: 'nosuch' in the environment, but JAX cannot use it (Unable to initialize "),
+        ("cuda", "auto", "JAX_PLATFORMS: 'cuda' in the environment, but JAX cannot use it ("),
+        ("", "gpu", "--key: 'gpu', but JAX cannot use one ("),
+        ("cpu", "gpu", "--key: 'gpu', but JAX cannot use one ("),
+    ],
+)
+def test_a_platform_that_jax_lacks_is_one_line(named: str, platform: str, words: str) -> None:
+    if has_gpus() and named != "nosuch":
+        pytest.skip("SKIPPED: this machine has GPUs")
+    program = (
+        "from jaxdist.runtime.start import DevicesConfig, choose_platform, count_devices, fail_alone\n"
+        f"devices = DevicesConfig(platform={platform!r})\n"
+        "choose_platform(devices)\n"
+        "try:\n"
+        "    with fail_alone():\n"
+        "        count_devices(devices, key='--key')\n"
+        "except ValueError as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    environ = environment() | {"JAX_PLATFORMS": named}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
+    assert done.stdout.startswith(f"UserError {words}") and done.stdout.count("\n") == 1, done.stderr
+
+
+def test_other_errors_of_jax_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(jax, "device_count", broken)
+    for platform in ("auto", "gpu"):
+        with pytest.raises(RuntimeError, match="planted"):
+            count_devices(DevicesConfig(platform=platform))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from script_modules import load_module
 
+from jaxdist.cli.launch import main as launch
+
 ROOT = Path(__file__).parents[2]
 PARSERS = ("CommandParser", "ArgumentParser", "jaxdist.cli", "run_launcher", "run_lab")
 SCRIPTS = [
@@ -49,17 +51,9 @@ def test_a_mistake_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("script", "arguments", "begins"),
     [
-        (
-            "explain.py",
-            ["--config", "a.yaml", "--rows", "x"],
-            "error: argument --rows: invalid int value: 'x'; allowed: ",
-        ),
         ("explain.py", ["--rows", "3"], "error: the following arguments are required: CONFIG; allowed: "),
         ("doctor.py", ["--platform", "tpu"], "error: argument --platform: invalid choice: 'tpu' (choose from "),
         ("checkpoint.py", ["export", "run"], "error: the following arguments are required: --output; allowed: "),
-        ("launch.py", ["-n", "x", "--", "true"], "error: argument -n/--procs: invalid int value: 'x'; allowed: "),
-        ("virtual_hosts.py", ["-n", "x"], "error: argument -n/--hosts: invalid int value: 'x'; allowed: "),
-        ("bench/kills.py", ["--layouts", "three"], "error: --layouts: three; allowed: "),
     ],
 )
 def test_the_line_names_the_argument(
@@ -68,6 +62,40 @@ def test_the_line_names_the_argument(
     assert status_of(ROOT / "scripts" / script, arguments, monkeypatch) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(begins) and f"{Path(script).name} --help" in line.replace("export ", "")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "told"),
+    [
+        ("explain.py", ["--config", "a.yaml", "--rows", "x"], "--rows: 'x'; allowed: an integer >= 0"),
+        ("launch.py", ["-n", "x", "--", "true"], "-n/--procs: 'x'; allowed: an integer >= 1 and <= 100000"),
+        ("virtual_hosts.py", ["-n", "65"], "-n/--hosts: 65; allowed: an integer >= 1 and <= 64"),
+        ("doctor.py", ["--simulated", "0"], "--simulated: 0; allowed: an integer >= 1 and <= 512"),
+        ("doctor.py", ["--port", "99999"], "--port: 99999; allowed: an integer >= 1 and <= 65535"),
+        ("doctor.py", ["--mib", "nan"], "--mib: nan; allowed: a number > 0 and <= 65536"),
+        ("plan.py", ["quickstart", "--hosts", "-1"], "--hosts: -1; allowed: an integer >= 1 and <= 1e+06"),
+        ("plan.py", ["quickstart", "--hlo", "x"], "--hlo: has no effect without --compile; add it"),
+        ("plan.py", ["quickstart", "--compile", "--quick"], "--quick: has no effect with --compile; leave one of the "),
+        ("launch.py", ["-n", "2", "jaxdist", "train"], "command: 'jaxdist' has no -- before it; allowed: OPTIONS -- "),
+        ("virtual_hosts.py", ["-n", "2", "sh", "-c", "a b"], "command: 'sh' has no -- before it"),
+        ("bench/kills.py", ["--layouts", "three"], "--layouts: three; allowed: one, two"),
+        ("bench/step.py", ["--steps", "0"], "--steps: 0; allowed: an integer >= 1"),
+        ("bench/step.py", ["--json", "no/x"], "--json: 'no/x': its folder does not exist; "),
+    ],
+)
+def test_what_an_option_may_be_is_told_before_the_work(
+    script: str, arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(ROOT / "scripts" / script, arguments, monkeypatch) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {told}")
+
+
+def test_a_command_without_its_dashes_is_shown_with_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--ray"]):
+        assert launch(["-n", "2", *more, "jaxdist", "train", "my runs.yaml"]) == 2
+        meant = " ".join(["write jaxdist launch -n 2", *more, "-- jaxdist train 'my runs.yaml'"])
+        assert capsys.readouterr().err.endswith(f"; {meant}\n")
 
 
 def test_local_sgd_is_measured_from_any_folder_with_settings_in_any_place(

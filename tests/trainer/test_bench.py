@@ -1,5 +1,6 @@
 """The command `bench`: its figures are those of the plan, its mistakes are lines."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from jaxdist.cli.runs.bench import main
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.plan.explain import explain
-from jaxdist.trainer.measures.bench import Timing, time_step, timing_table
+from jaxdist.trainer.measures.bench import Timing, check_variants, time_step, timing_table
 
 CONFIG = """
 model: {{layers: 1, width: 16, heads: 2}}
@@ -48,8 +49,8 @@ def test_the_table_compares_with_the_first() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "1"], "--steps: 1; allowed: 2 or more"),
-        (["--json", "no/such/folder/x.json"], "--json: no/such/folder/x.json: its folder does not exist"),
+        (["--steps", "1"], "--steps: 1; allowed: an integer >= 2"),
+        (["--json", "no/such/folder/x.json"], "--json: 'no/such/folder/x.json': its folder does not exist"),
         (["--with", "devices.xla=plain"], "--with: 'devices.xla=plain' changes devices"),
         (["--with", "parallel.strategy=zero9"], "parallel.strategy: 'zero9'"),
     ],
@@ -67,4 +68,10 @@ def test_local_sgd_is_not_timed_without_its_outer_steps(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^parallel\.local\.every: 9, but a step is timed without outer steps here; set"
     ):
-        time_step("local", load_config(configuration(tmp_path), given), 3)
+        check_variants([load_config(configuration(tmp_path), given)])
+
+
+def test_no_variant_is_timed_before_all_fit_the_devices(tmp_path: Path) -> None:
+    config = load_config(configuration(tmp_path))
+    with pytest.raises(UserError, match=r"^mesh: data=64 .*needs \d+ devices; 8 are there"):
+        check_variants([config, replace(config, mesh=replace(config.mesh, data=64))])

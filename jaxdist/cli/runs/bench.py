@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from jaxdist.config.arguments import numeric, output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.shipped import add_config, take_config, with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
@@ -35,14 +36,11 @@ def main(argv: Sequence[str], prog: str = "jaxdist bench") -> int:
     add_config(parser)
     text = "a variant: settings on top of the others; give it as often as you like"
     parser.add_argument("--with", dest="variants", metavar="'section.key=value ...'", action="append", help=text)
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps that count, of each; default: 20")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every step's seconds and the conditions")
+    steps, text = numeric(int, at_least=2), "steps that count, of each; default: 20"
+    parser.add_argument("--steps", type=steps, default=20, metavar="N", help=text)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="every step's seconds and the conditions")
     add_job_flags(parser)
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.steps < 2:
-        raise UserError(f"--steps: {arguments.steps}; allowed: 2 or more")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise UserError(f"--json: {arguments.json}: its folder does not exist; make it first")
     path, overrides = take_config(parser, arguments)
     take_job_flags(arguments, os.environ)
     variants = {name: load_config(path, [*overrides, *name.split()]) for name in ["", *(arguments.variants or ())]}
@@ -53,8 +51,9 @@ def main(argv: Sequence[str], prog: str = "jaxdist bench") -> int:
     import jax
 
     from jaxdist.observe import measured_on
-    from jaxdist.trainer.measures.bench import time_step, timing_table
+    from jaxdist.trainer.measures.bench import check_variants, time_step, timing_table
 
+    check_variants([*variants.values()])
     timings = []
     for name, config in variants.items():
         label = name or Path(path).stem

@@ -4,11 +4,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from jaxdist.config.arguments import numeric, output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.shipped import add_config, take_config, with_examples
-from jaxdist.errors import CommandParser, UserError, reports_mistakes
+from jaxdist.errors import CommandParser, reports_mistakes
 from jaxdist.runtime.join.environment import add_job_flags, find_job, take_job_flags
 from jaxdist.runtime.output import quiet_gloo
 
@@ -28,13 +28,13 @@ def main(argv: Sequence[str], prog: str = "jaxdist calibrate") -> int:
         **with_examples(_EXAMPLES),
     )
     add_config(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", default=Path("calibration.json"))
+    out = "calibration.json"
+    parser.add_argument("--out", type=output_file, metavar="FILE", default=out, help=f"to write; default: {out}")
     parser.add_argument("--link", metavar="RATE", help="of the link between hosts, as 10gbit: more is refused")
-    parser.add_argument("--burst", type=int, default=0, metavar="BYTES", help="that a shaped link takes at once")
+    burst, text = numeric(int, at_least=0), "that a shaped link takes at once; default: 0"
+    parser.add_argument("--burst", type=burst, default=0, metavar="BYTES", help=text)
     add_job_flags(parser)
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.out.absolute().parent.is_dir():
-        raise UserError(f"--out: {arguments.out}: its folder does not exist; make it first")
     path, overrides = take_config(parser, arguments)
     take_job_flags(arguments, os.environ)
     config = load_config(path, overrides)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxdist.config.arguments import COUNT, numeric, output_folder
 from jaxdist.config.load import load_config
 from jaxdist.config.shipped import find_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
@@ -19,26 +20,31 @@ def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
     parser = CommandParser(
         prog=prog, description="List, check, convert and average checkpoints.", **with_examples(_EXAMPLES)
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, help="what to do")
     for name, text in (
         ("ls", "the steps of a run"),
         ("verify", "whether their files are as written"),
         ("export", "to Hugging Face safetensors"),
         ("average", "the mean of steps"),
     ):
-        commands.add_parser(name, help=text).add_argument("run_dir", metavar="RUN_DIR", type=Path)
+        commands.add_parser(name, help=text).add_argument("run_dir", metavar="RUN_DIR", type=Path, help="of a run")
     for name in ("export", "average"):
-        commands.choices[name].add_argument("--output", required=True, metavar="DIR", type=Path)
-    commands.choices["export"].add_argument("--step", type=int, help="the newest if left out")
-    commands.choices["export"].add_argument("--vocab", type=int, help="rows of the vocabulary that are no padding")
+        commands.choices[name].add_argument(
+            "--output", required=True, metavar="DIR", type=output_folder, help="a new folder"
+        )
+    commands.choices["export"].add_argument(
+        "--step", type=numeric(int, at_least=0), metavar="N", help="the newest if left out"
+    )
+    text = "rows of the vocabulary that are no padding"
+    commands.choices["export"].add_argument("--vocab", type=COUNT, metavar="N", help=text)
     how = commands.choices["export"].add_mutually_exclusive_group()
     how.add_argument("--adapter", action="store_true", help="only the adapters of LoRA, in PEFT's format")
     how.add_argument("--merged", action="store_true", help="the model with the adapters of LoRA in its kernels")
-    commands.choices["average"].add_argument("--last", required=True, metavar="N", type=int, help="newest steps")
+    commands.choices["average"].add_argument("--last", required=True, metavar="N", type=COUNT, help="newest steps")
     importer = commands.add_parser("import", help="from Hugging Face safetensors, into step 0 of a new run")
-    importer.add_argument("folder", metavar="HF_DIR", type=Path)
+    importer.add_argument("folder", metavar="HF_DIR", type=Path, help="with config.json and safetensors")
     importer.add_argument("--config", required=True, metavar="FILE", help="of the run; [section.key=value ...] on top")
-    importer.add_argument("--run-dir", required=True, metavar="DIR", type=Path, help="a new run directory")
+    importer.add_argument("--run-dir", required=True, metavar="DIR", type=output_folder, help="a new run directory")
     arguments, overrides = parser.parse_known_args(argv)
     if overrides and (arguments.command != "import" or any(text[0] == "-" for text in overrides)):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")

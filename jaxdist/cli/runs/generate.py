@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxdist.config.arguments import COUNT, numeric
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.runtime.output import lasting_output
@@ -41,16 +42,18 @@ def _generate(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given more than once")
     text = 'lines {"prompt": TEXT}; the output has a line of JSON for each'
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=text)
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of each completion; default 128")
+    parser.add_argument("--max-tokens", type=COUNT, default=128, metavar="N", help="of each completion; default 128")
     text = "0: the likeliest token; default 0.8, as of samples in training"
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help=text)
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that have probability P")
+    parser.add_argument("--temperature", type=numeric(float, at_least=0), default=0.8, metavar="T", help=text)
+    parser.add_argument("--top-k", type=COUNT, metavar="K", help="draw from the K likeliest tokens")
+    share, text = numeric(float, above=0, at_most=1), "draw from the likeliest that have probability P"
+    parser.add_argument("--top-p", type=share, metavar="P", help=text)
     parser.add_argument("--stop", action="append", default=[], metavar="STRING", help="ends a text; more than once")
-    parser.add_argument("--seed", type=int, default=0, help="default 0: the same text each time")
+    seed = numeric(int, at_least=0, at_most=2**32 - 1)
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="default 0: the same text each time")
     text = "sizes of data, fsdp and tensor: tensor=2,fsdp=2; one device, if left out"
     parser.add_argument("--mesh", type=str, default="", metavar="SIZES", help=text)
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts at a time; default 16")
+    parser.add_argument("--batch", type=COUNT, default=16, metavar="N", help="prompts at a time; default 16")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", help="with tokenizer.json; or bytes; that of FROM, if left out"
     )
@@ -59,10 +62,6 @@ def _generate(argv: Sequence[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     if bool(arguments.prompt) == (arguments.prompts is not None):
         parser.error("one of --prompt and --prompts is required")
-    if not 0 <= arguments.seed < 2**32:
-        raise UserError(f"--seed: {arguments.seed}; allowed: 0 to {2**32 - 1}")
-    if arguments.batch < 1:
-        raise UserError(f"--batch: {arguments.batch}; allowed: 1 and more")
     arguments.mesh = sizes_of_mesh(arguments.mesh) if arguments.mesh else {}
     from jaxdist.cli.work.generate import run_generate
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxdist.config.arguments import COUNT
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 
@@ -22,10 +23,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist profile") -> in
     """
     parser = CommandParser(prog=prog, description=__doc__, **with_examples(_EXAMPLES))
     parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many items; default: 10")
+    parser.add_argument("--top", type=COUNT, default=10, metavar="N", help="how many items; default: 10")
     options = parser.parse_args(argv)
-    if options.top < 1:
-        raise UserError(f"--top: {options.top}; allowed: 1 or more")
     if not options.run.is_dir():
         raise UserError(f"RUN: {str(options.run)!r} is no folder; give the directory of a run")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxdist.config.arguments import output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.config.shipped import with_examples
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist report") -> int
     """
     parser = CommandParser(prog=prog, description=__doc__, **with_examples(_EXAMPLES))
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the directory of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html, or comparison.html")
+    text = "default: RUN/report.html, or comparison.html"
+    parser.add_argument("--output", type=output_file, metavar="FILE", help=text)
     parser.add_argument("--remedies", action="store_true", help="also compile what would free memory (minutes)")
     parser.add_argument("--no-trace", action="store_true", help="without memory and communication, which are traced")
     options = parser.parse_args(argv)

@@ -171,8 +171,6 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     The mean is computed in float64. The moving average of `train.ema` becomes the mean, too. The residual of lossy
     gradient sums is left out. Returns a line about it.
     """
-    if last < 1:
-        raise UserError(f"--last: {last}; allowed: 1 and more")
     _check_new(output, "--output")
     steps = open_steps(run_dir, last=last)
     newest = steps[-1]

@@ -25,7 +25,7 @@ from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import join_job
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.network.addresses import host_address, host_name, port_problem
-from jaxdist.runtime.start import choose_platform, fail_alone
+from jaxdist.runtime.start import choose_platform, count_devices, fail_alone
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 MATTERS = re.compile(
@@ -204,9 +204,10 @@ def run_doctor(options: Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with fail_alone():
+        count_devices(devices, key="--platform")
         found = diagnose(options.mib, options.port)
         if jax.process_index() == 0:
             print(json.dumps(found) if options.json else report_text(found), flush=True)
             if options.plot:
-                plot(found, Path(options.plot))
+                plot(found, options.plot)
     return 1 if found["findings"] else 0

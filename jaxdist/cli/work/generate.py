@@ -34,7 +34,7 @@ from jaxdist.parallel.program import in_precision
 from jaxdist.precision.policy import enable_x64, precision_of
 from jaxdist.pretrained import Pretrained, open_pretrained
 from jaxdist.runtime.cache import set_up
-from jaxdist.runtime.start import choose_platform
+from jaxdist.runtime.start import choose_platform, count_devices
 from jaxdist.specs import PyTree
 from jaxdist.state import specs_of_arrays
 
@@ -46,8 +46,9 @@ def run_generate(arguments: Namespace) -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     texts = arguments.prompt if arguments.prompts is None else list(read_prompts(arguments.prompts))
     own = run_config(arguments.source)
-    choose_platform(replace((own or Config()).devices, simulated=math.prod(arguments.mesh.values())))
-    # From here on devices may start, as reading a checkpoint starts them.
+    devices = replace((own or Config()).devices, simulated=math.prod(arguments.mesh.values()))
+    choose_platform(devices)
+    count_devices(devices)
     with open_pretrained(arguments.source, key="FROM", ema=arguments.ema) as found:
         config = own or folder_config(found, arguments.mesh)
         enable_x64(config.precision.policy)

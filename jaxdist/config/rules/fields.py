@@ -29,6 +29,7 @@ _NAMES: dict[Any, str] = {
     tuple[str, ...]: "a list of texts",
     tuple[int, ...]: "a list of integers",
 }
+_BESIDE = {"jaxdist.parallel.strategies": "parallel.strategy", "jaxdist.parallel.schedules": "parallel.schedule"}
 SMALLEST_SHARE = 1e-4  # of a source in a mixture
 
 
@@ -89,10 +90,8 @@ class Rule:
 
     def allowed(self, kind: Any, optional: bool) -> str:
         """The allowed values in words, for messages and for the reference."""
-        if self.choices:
-            text = "one of " + ", ".join(self.choices) + (", or a dotted path" if self.dotted else "")
-        elif self.folder:
-            text = f"a file name in {self.folder.replace('.', '/')}, or a dotted path"
+        if known := self.choices or (registry.names(self.folder) if self.folder else ()):
+            text = "one of " + ", ".join(known) + (", or a dotted path" if self.dotted or self.folder else "")
         elif kind is bool:
             text = "true or false"
         else:
@@ -263,10 +262,7 @@ def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
     if bad is not None:
         raise UserError(f"{key}: {show(value)} holds the character U+{ord(bad):04X}; allowed: printable text")
     if "${" in value or value == "???":
-        raise UserError(
-            f"{key}: {show(value)}: ${{...}} and ??? are not expanded; write the value itself (it is copied"
-            " into the run directory)"
-        )
+        raise UserError(f"{key}: {show(value)}: ${{...}} and ??? are not expanded; write the value itself")
     if not (rule.choices or rule.folder):
         return
     allowed = rule.allowed(str, optional)
@@ -278,6 +274,8 @@ def _check_text(value: str, optional: bool, rule: Rule, key: str) -> None:
     known = rule.choices or registry.names(rule.folder)
     if value not in known:
         near = None if value in rule.listed else nearest(value, known)
-        allowed = f"one of {', '.join(known)}, or a dotted path" if rule.folder else allowed
         hint = f"; did you mean {near!r}?" if near else f"; write [{value}]" if value in rule.listed else ""
+        for folder, other in _BESIDE.items() if rule.folder in _BESIDE and not near else ():
+            if name := nearest(value, registry.names(folder), cutoff=0.9):
+                hint = f"; did you mean {other}={name}?"
         raise UserError(f"{key}: {show(value)} is not known; allowed: {allowed}{hint}")

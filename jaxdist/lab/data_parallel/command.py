@@ -2,9 +2,9 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from jaxdist.config.arguments import numeric, output_file
 from jaxdist.config.schema import DevicesConfig
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
@@ -25,10 +25,11 @@ def data_parallel_parser(prog: str) -> CommandParser:
     )
     add = parser.add_argument
     add("--balanced", action="store_true", help="scatter the labels, too: every device computes loss and gradients")
-    add("--devices", type=int, default=4, metavar="P", help="2 to 64; default: 4, simulated where there are no GPUs")
+    devices = numeric(int, at_least=2, at_most=MOST_DEVICES)
+    add("--devices", type=devices, default=4, metavar="P", help="default: 4, simulated where there are no GPUs")
     add("--model", default="gpt", choices=MODEL_NAMES, help="default: gpt, with a large vocabulary")
     add("--full", action="store_true", help="run the model of full size; it needs GPUs, or hours")
-    add("--json", type=Path, metavar="FILE", help="all figures")
+    add("--json", type=output_file, metavar="FILE", help="all figures")
     return parser
 
 
@@ -36,17 +37,14 @@ def data_parallel_parser(prog: str) -> CommandParser:
 def run_data_parallel(arguments: list[str], prog: str) -> int:
     """Exit status: 0 done; 1 if bytes differ from the closed forms; 2 for wrong arguments."""
     options = data_parallel_parser(prog).parse_args(arguments)
-    if not 2 <= options.devices <= MOST_DEVICES:
-        raise UserError(f"--devices: {options.devices}; allowed: 2 to {MOST_DEVICES}")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UserError(f"--json: {options.json}: its folder does not exist; make it first")
-    from jaxdist.runtime.start import choose_platform
+    from jaxdist.runtime.start import choose_platform, count_devices
 
-    choose_platform(replace(DevicesConfig(), simulated=options.devices))
+    devices = replace(DevicesConfig(), simulated=options.devices)
+    choose_platform(devices)
+    if (count := count_devices(devices)) < options.devices:
+        raise UserError(f"--devices: {options.devices}, and there are {count}; allowed: 2 to so many")
     import jax
 
-    if jax.device_count() < options.devices:
-        raise UserError(f"--devices: {options.devices}, and there are {jax.device_count()}; allowed: 2 to so many")
     return _run(options, jax.devices()[: options.devices])
 
 

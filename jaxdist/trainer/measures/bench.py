@@ -20,6 +20,7 @@ from jaxdist.plan.compiled.memory import footprint_of
 from jaxdist.plan.traced.flops import model_flops
 from jaxdist.plan.traced.ledger import ledger_of
 from jaxdist.plan.traced.sharding import aligned
+from jaxdist.runtime.start import fit_to_devices, start
 from jaxdist.specs import PyTree
 from jaxdist.trainer.batches.load import load_data, loader_of, work_of_a_step
 
@@ -57,15 +58,25 @@ class Timing:
         return statistics.median(self.seconds)
 
 
+def check_variants(configs: Sequence[Config]) -> None:
+    """Raise `UserError` for a configuration that cannot be timed, or does not fit the devices, before any is timed."""
+    for config in configs:
+        if config.distill.on:
+            raise UserError("distill: a step is timed without its teacher here; set distill.mixing=0")
+        if config.parallel.local.on:
+            raise UserError(
+                f"parallel.local.every: {config.parallel.local.every}, but a step is timed without outer steps here;"
+                " set it to 0, or read step_s in the metrics.jsonl of a run"
+            )
+    first, *others = configs
+    if others:
+        start(first)
+    for config in others:
+        fit_to_devices(config)
+
+
 def time_step(name: str, config: Config, steps: int) -> Timing:
     """The timing of a configuration. All processes of a job must call it. Raises `UserError` as a run would."""
-    if config.distill.on:
-        raise UserError("distill: a step is timed without its teacher here; set distill.mixing=0")
-    if config.parallel.local.on:
-        raise UserError(
-            f"parallel.local.every: {config.parallel.local.every}, but a step is timed without outer steps here; set it"
-            " to 0, or read step_s in the metrics.jsonl of a run"
-        )
     config = start_fitting(config)
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts, source = assemble(config, mesh), load_data(config)
