@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import UserError
-from jaxdist.optim.update import apply_updates
+from jaxdist.optim.update import apply_updates, check_optimizer
 from jaxdist.specs import PyTree
 
 
@@ -26,6 +26,7 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gra
     """
     if not 0 < decay < 1:
         raise UserError(f"ema: {decay!r}; allowed: a number between 0 and 1, such as 0.999; or None for no average")
+    check_optimizer(optimizer)
     inner = optax.with_extra_args_support(optimizer)
 
     def wide(leaf: jax.Array) -> jax.Array:

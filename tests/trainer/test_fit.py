@@ -665,8 +665,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a setting": ({"eval_every": 2}, "eval_every: is no keyword of fit; give settings={'train.eval_every': ...}"),
     "epochs": ({"epochs": 3}, "epochs: is no keyword of fit; give steps=, the number of the last step"),
     "batch_size": ({"batch_size": 3}, "batch_size: is no keyword of fit; give data, which gives whole batches"),
-    "an option": ({"microbatch": 3}, "microbatch: is no keyword of fit; give microbatches="),
-    "a model": ({"loss": "gpt"}, "model: is a str; allowed: a ModelDef, or a loss_fn(params, batch, keys)"),
+    "an option": ({"microbatch": 3}, "microbatch: is no keyword of fit; did you mean microbatches=3?"),
+    "a model": ({"loss": "gpt"}, "model: is 'gpt'; allowed: a ModelDef, what jaxdist.nnx_loss"),
     "eval_loss": ({"eval_loss": loss}, "eval_loss: needs eval_data"),
     "run_dir": ({"folder": ""}, "run_dir: is empty; give a folder"),
     "a file": ({"folder": __file__}, "run_dir: "),
@@ -709,7 +709,7 @@ def test_settings_that_are_none_or_nested() -> None:
 
 
 def test_an_optimizer_that_is_none() -> None:
-    with pytest.raises(UserError, match=r"^optimizer: .*, such as optax.adam\(1e-3\)$"):
+    with pytest.raises(UserError, match=r"^optimizer: is the function adam; .* give optax.adam\(1e-3\)$"):
         jaxdist.fit(loss, optax.adam, batches(1), steps=1, params=params())  # type: ignore[arg-type]
 
 
