@@ -77,7 +77,7 @@ def _own_names() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed)\b)", "", str(error)).replace("run-dir", "run_dir")
+        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed|ema)\b)", "", str(error)).replace("run-dir", "run_dir")
         if own == str(error):
             raise
         raise UserError(own) from error
