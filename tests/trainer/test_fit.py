@@ -394,8 +394,15 @@ def test_a_module(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
     """It ends the run."""
-    with pytest.raises(FloatingPointError, match="loss of step 4 is nan"):
+    mend = "the batch of step 4 holds NaN or inf in 'x'; mend the data, or leave those rows out"
+    with pytest.raises(FloatingPointError, match=f"^loss of step 4 is nan; {mend}$"):
         fit(poisoned(3), tmp_path / "stop")
+
+
+def test_a_loss_that_grows_is_not_the_data_s_doing(tmp_path: Path) -> None:
+    wild = lambda params, batch, keys: ((params["w"] + 1e30).sum() ** 2, 1)  # noqa: E731
+    with pytest.raises(FloatingPointError, match=r"^loss of step 1 is inf; try a lower optimizer.lr$"):
+        fit(batches(2), tmp_path, wild)
 
 
 @pytest.mark.slow
@@ -443,6 +450,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "texts": ([{"x": np.array(["a"] * 8)}], "data: batch 0: x is an array of <U1; allowed: arrays of numbers, [rows"),
     "no arrays": ([{}], "data: batch 0 is a dict without arrays; give a tree of arrays [rows, ...]"),
     "large": ([np.full(8, 2**40)], "data: batch 0 holds integers that do not fit into int32; allowed: from"),
+    "larger": (
+        [{"x": np.array([0, np.inf, np.nan, -1e300] * 2)}],
+        "data: batch 0: x holds -1e+300, which is infinite in float",
+    ),
+    "no rows": ([{"x": np.ones((0, 2))}], "data.global_batch: 0 is no batch, give a multiple of 8"),
     "the last of an epoch": (
         [np.zeros((8, 2)), np.zeros((4, 2))],
         "data: batch 1: the array is float64[4, 2], and was float64[8, 2] in the first; give all batches one shape: ",
