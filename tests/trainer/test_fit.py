@@ -670,6 +670,7 @@ def test_an_evaluation_is_tried_first(data: Any, line: str, tmp_path: Path) -> N
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no params": ({"params": None}, "params: None; a loss_fn of your own needs them"),
     "ema": ({"ema": 1.0}, "ema: 1.0; allowed: a number between 0 and 1"),
+    "a text as ema": ({"ema": "0.9"}, "ema: '0.9'; allowed: a number between 0 and 1"),
     "patience": ({"patience": 2}, "patience: 2; allowed: an int of 1 or more, with eval_data"),
     "patience of a bool": ({"patience": True, "eval_data": [0]}, "patience: True; allowed: an int of 1 or more"),
     "patience of a float": ({"patience": 2.5, "eval_data": [0]}, "patience: 2.5; allowed: an int of 1 or more"),
