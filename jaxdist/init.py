@@ -3,7 +3,7 @@
 import fnmatch
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,21 @@ Rules = Sequence[tuple[str, P]]
 ParameterSource = ModelDef | ModuleLoss | Callable[[jax.Array], PyTree] | PyTree
 
 
+def _pairs_of(rules: Any) -> Rules:
+    """The rules. Raises `UserError` unless they are pairs of a pattern and a spec."""
+    wanted = "allowed: a list of pairs (pattern, PartitionSpec)"
+    example = "give [('*.kernel', P(None, 'fsdp'))]"
+    if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
+        mend = "give list(rules.items())" if isinstance(rules, Mapping) else example
+        raise UserError(f"rules: is a {type(rules).__name__}; {wanted}; {mend}")
+    rules = [*rules]
+    for pair in rules:
+        pattern, spec = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+        if not isinstance(pattern, str) or not isinstance(spec, P):
+            raise UserError(f"rules: {pair!r:.60} is no pair; {wanted}; {example}")
+    return rules
+
+
 def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
     """The specs after sharding rules: a leaf gets the spec of the first rule whose pattern fits its path.
 
@@ -44,7 +59,7 @@ def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
 
     Raises `UserError` for a rule that no path reaches, and for a spec other than one dim over fsdp, or P().
     """
-    used = set()
+    rules, used = _pairs_of(rules), set()
 
     def one(path: tuple[Any, ...], spec: P) -> P:
         for i, (pattern, chosen) in enumerate(rules):
@@ -132,7 +147,13 @@ def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyT
 
 
 def _refuse_modules(source: PyTree) -> None:
-    """Raise `UserError` for NNX modules and variables that are no parameters: as leaves they would be trained."""
+    """Raise `UserError` for a class, and for NNX modules and variables that are no parameters: as leaves they would be
+    trained."""
+    if isinstance(source, type):
+        raise UserError(
+            f"params: is the class {source.__name__}; allowed: a ModelDef, a loss of jaxdist.nnx_loss(module, fn), a "
+            "function key -> parameters, or a tree of arrays; give one of these"
+        )
     if (nnx := sys.modules.get("flax.nnx")) is None:  # then there is none
         return
     for node in jax.tree.leaves(source, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.Variable)):

@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ HOST = "pinned_host"  # JAX's name for host memory that devices read and write b
 
 
 def make_mesh(
-    *,
+    *given: Never,
     pipe: int = 1,
     data: int = 1,
     fsdp: int = 1,
@@ -49,6 +49,8 @@ def make_mesh(
     >>> jaxdist.make_mesh(data=2, fsdp=-1).shape["fsdp"]  # of 8 devices
     4
     """
+    if given:
+        raise UserError(f"mesh: {given[0]!r:.60} names no axis; allowed: {', '.join(AXES)}; give sizes by name: fsdp=8")
     for axis in unknown:
         near = nearest(axis, AXES, cutoff=0.5)
         hint = f"; did you mean {near}={unknown[axis]}?" if near else ""
@@ -57,8 +59,8 @@ def make_mesh(
     pool.sort(key=lambda device: (host_of(device), device.process_index, device.id))
     sizes = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     for axis, size in sizes.items():
-        if size < 1 and size != -1:
-            raise UserError(f"mesh.{axis}={size}: allowed are sizes >= 1, or -1 for the rest of the devices")
+        if type(size) is bool or not hasattr(size, "__index__") or (size < 1 and size != -1):
+            raise UserError(f"mesh.{axis}={size!r}: allowed are integers >= 1, or -1 for the rest of the devices")
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise UserError(f"mesh: only one axis may be -1, got {', '.join(free)}; give the others a size")
@@ -74,9 +76,9 @@ def make_mesh(
         shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise UserError(f"mesh: {shape} needs {total} devices, there are {len(pool)}; make the mesh smaller")
     if missing := {device.process_index for device in pool} - {device.process_index for device in pool[:total]}:
+        least = min(missing)
         raise UserError(
-            f"mesh: {total} devices leave process {min(missing)} without one; make the mesh larger or start fewer "
-            "processes"
+            f"mesh: {total} devices leave process {least} without one; enlarge it, or start fewer processes"
         )
     if devices is None and total < len(pool) and jax.process_index() == 0:
         _tell_idle(total, len(pool))

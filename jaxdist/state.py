@@ -176,10 +176,8 @@ def specs_of_arrays(tree: PyTree) -> PyTree:
 def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
     """Raise `UserError` for a state without a guard, of another mesh, or with parameters not in `param_dtype`."""
     if not state.guard:
-        raise UserError(
-            "state: has no guard; make it with init_state, or add guard=jaxdist.precision.loss_scale.fresh_guard()"
-        )
-    if state.step.sharding.mesh != mesh:
+        raise UserError("state: has no guard; make it with init_state, or add precision.loss_scale.fresh_guard()")
+    if getattr(getattr(state.step, "sharding", None), "mesh", None) != mesh:
         raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if leaf.dtype != param_dtype:

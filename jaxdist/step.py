@@ -109,9 +109,9 @@ def make_train_step(
     """
     check_axes(model, mesh)
     options = make_options(options, keywords).on(mesh)
-    policy, sync, facts = options.precision, options.grad_sync, ScheduleFacts.of(options.schedule)
-    once = isinstance(model, ModelDef) and options.microbatches == 1 and facts.one_backward_pass
-    strategy, schedule = get_strategy(options, once=once), get_schedule(options.schedule)
+    policy, sync, schedule = options.precision, options.grad_sync, get_schedule(options.schedule)
+    one_pass = options.microbatches == 1 and ScheduleFacts.of(options.schedule).one_backward_pass
+    strategy = get_strategy(options, once=isinstance(model, ModelDef) and one_pass)
     rules, norm = rules_of(model), norm_without(rules_of(model), ordered=sync.deterministic)
     optimizer = only_trained(optimizer, options.freeze, rules, rounded=sync.deterministic)
 

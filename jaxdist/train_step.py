@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
+from jaxdist.config.rules.fields import check_argument
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh, on_cpu, sizes_text
 from jaxdist.parallel.microbatch import check_global
 from jaxdist.parallel.options import StepOptions
-from jaxdist.precision.policy import POLICIES, check_float8
+from jaxdist.precision.policy import POLICIES
 from jaxdist.specs import PyTree
 from jaxdist.state import TrainState
 
@@ -67,24 +68,27 @@ class TrainStep:
 
         The function raises `ValueError` for arrays that are committed to another layout. It moves uncommitted arrays.
         """
+        check_argument("state", state, isinstance(state, TrainState))
         if self._jitted is None:
             self._jitted, self._layout = self._build(state), _layout_of(state)
         return self._jitted
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        if not self._checked:
+        jitted = self.jitted(state)
+        if self._options.precision.fp8 and not self._checked:
+            from jaxdist.precision.float8_devices import check_float8
+
             check_float8(self._options.precision, self._mesh.devices.flat)
             self._checked = True
         if isinstance(state.step, jax.Array) and state.step.is_deleted():  # jax 0.10 would crash
             raise UserError(
-                "state: was given to an earlier step, which used up its memory; write `state, metrics = step(state, "
-                "batch)` and go on with the state that it returns"
+                "state: was given to an earlier step, which used it up; write state, metrics = step(state, batch)"
             )
         check_global(batch)
         if len(self._under_way) == 2:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.
             self._under_way.popleft().block_until_ready()
-        state, metrics = self._call(self.jitted(state), state, batch)
+        state, metrics = self._call(jitted, state, batch)
         metrics |= metrics.pop("own")
         if self._on_cpu:
             self._under_way.append(metrics["loss"])

@@ -46,7 +46,7 @@ def test_the_rest_axis_takes_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"data": 0}, "mesh.data=0: allowed are sizes >= 1"),
+        ({"data": 0}, "mesh.data=0: allowed are integers >= 1"),
         ({"data": -2}, "mesh.data=-2"),
         ({"data": -1, "fsdp": -1}, "only one axis may be -1, got data, fsdp"),
         ({"data": 3, "fsdp": -1}, "mesh.fsdp=-1: the other axes multiply to 3, which does not divide 8"),

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.mesh import _tell_idle, abstract_mesh
+from jaxdist.optim.ema import with_ema
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 SGD = optax.sgd(0.1)
@@ -62,6 +65,13 @@ def rerun_a_cell() -> None:
         step(state, ROWS)
 
 
+def step_of_two(arguments: Callable[[Any], tuple[Any, Any]]) -> None:
+    mesh = jaxdist.make_mesh(data=2)
+    state = jaxdist.init_state({"w": jnp.ones((4, 4))}, SGD, mesh)
+    jaxdist.make_train_step(loss, SGD, mesh)(*arguments(state))
+
+
+WANTS_STATE = ["state: is a", "allowed: a TrainState", "call step(state, batch)"]
 ZERO3: dict[str, Any] = {"strategy": "zero3"}
 CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a function among the parameters": (
@@ -111,7 +121,93 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         rerun_a_cell,
         ["state: was given to an earlier step", "state, metrics = step(state, batch)"],
     ),
+    "a size without an axis": (
+        lambda: jaxdist.make_mesh(8),  # type: ignore[arg-type]
+        ["mesh: 8 names no axis", "pipe, data, fsdp", "give sizes by name: fsdp=8"],
+    ),
+    "a text as a size": (
+        lambda: jaxdist.make_mesh(data="2"),  # type: ignore[arg-type]
+        ["mesh.data='2': allowed are integers >= 1"],
+    ),
+    "a float as a size": (
+        lambda: jaxdist.make_mesh(data=2.0),  # type: ignore[arg-type]
+        ["mesh.data=2.0: allowed are integers >= 1"],
+    ),
+    "a dict of rules": (
+        lambda: run({"rules": {"w": P("fsdp")}}, {}),
+        ["rules: is a dict", "pairs (pattern, PartitionSpec)", "give list(rules.items())"],
+    ),
+    "a rule by itself": (
+        lambda: run({"rules": ("w", P("fsdp"))}, {}),
+        ["rules: 'w' is no pair", "give [('*.kernel', P(None, 'fsdp'))]"],
+    ),
+    "a name as a spec": (
+        lambda: run({"rules": [("w", "fsdp")]}, {}),
+        ["rules: ('w', 'fsdp') is no pair", "pairs (pattern, PartitionSpec)"],
+    ),
+    "an optimizer that is not made, for a state": (
+        lambda: jaxdist.init_state({"w": jnp.ones(4)}, optax.adam, jaxdist.make_mesh(data=2)),  # type: ignore[arg-type]
+        ["optimizer: is the function adam", "give optax.adam(1e-3)"],
+    ),
+    "an optimizer that is not made, for a step": (
+        lambda: jaxdist.make_train_step(loss, optax.adam, jaxdist.make_mesh(data=2)),  # type: ignore[arg-type]
+        ["optimizer: is the function adam", "give optax.adam(1e-3)"],
+    ),
+    "an optimizer that is not made, with an average": (
+        lambda: with_ema(optax.adam, 0.9),  # type: ignore[arg-type]
+        ["optimizer: is the function adam", "give optax.adam(1e-3)"],
+    ),
+    "a class as parameters": (
+        lambda: jaxdist.init_state(nnx.Linear, SGD, jaxdist.make_mesh(data=2)),
+        ["params: is the class Linear", "jaxdist.nnx_loss(module, fn)"],
+    ),
+    "a class as a model": (
+        lambda: jaxdist.make_train_step(nnx.Linear, SGD, jaxdist.make_mesh(data=2)),  # type: ignore[arg-type]
+        ["model: is the class Linear", "a ModelDef, what jaxdist.nnx_loss"],
+    ),
+    "a batch in place of the state": (lambda: step_of_two(lambda state: (ROWS, state)), WANTS_STATE),
+    "parameters in place of the state": (lambda: step_of_two(lambda state: (state.params, ROWS)), WANTS_STATE),
+    "a state of NumPy arrays": (
+        lambda: step_of_two(lambda state: (jax.device_get(state), ROWS)),
+        ["state: made on another mesh than the step's"],
+    ),
+    "a batch of nothing": (
+        lambda: step_of_two(lambda state: (state, {})),
+        ["batch: has leaves of shapes []", "arrays with the same dim 0"],
+    ),
+    "a batch of no rows": (
+        lambda: step_of_two(lambda state: (state, ROWS[:0])),
+        ["data.global_batch: 0 is no batch, give a multiple of 2"],
+    ),
+    "no schedule": (lambda: run({}, {"schedule": None}), ["parallel.schedule: ", "it is a NoneType", "accumulate"]),
 }
+OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a dtype": ({"precision": jnp.bfloat16}, ["precision: is the class bfloat16", "give precision='bf16'"]),
+    "a dict": ({"grad_sync": {"algorithm": "ring"}}, ["grad_sync: is a dict", "jaxdist.GradSync(algorithm='ring')"]),
+    "a number": ({"freeze": 3}, ["freeze: is 3", "freeze=('embed.*',)"]),
+    "a text": ({"seed": "a"}, ["seed: 'a'; allowed: an integer >= 0"]),
+    "a typo": ({"microbatch": 2}, ["microbatch: is no keyword", "did you mean microbatches=2?"]),
+    "no option": ({"rule": ()}, ["rule: is no keyword", "rules= is an argument of init_state alone"]),
+}
+CALLED: dict[str, Callable[..., Any]] = {
+    "StepOptions": jaxdist.StepOptions,
+    "init_state": lambda **given: run(given, {}),
+    "make_train_step": lambda **given: run({}, given),
+}
+
+
+@pytest.mark.parametrize("call", CALLED)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_another_kind_or_name_is_answered_by_one_line(name: str, call: str) -> None:
+    given, parts = OPTIONS[name]
+    with pytest.raises(jaxdist.UserError) as found:
+        CALLED[call](**given)
+    assert all(part in str(found.value) for part in parts), found.value
+
+
+def test_options_in_a_dict() -> None:
+    with pytest.raises(jaxdist.UserError, match=r"^options: is a dict; allowed: a jaxdist.StepOptions, or None; give"):
+        run({"options": {"strategy": "ddp"}}, {})
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -34,14 +34,14 @@ from jaxdist.checkpoint.checksums import (
     check_files,
     record_of,
 )
-from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, why
+from jaxdist.checkpoint.errors import FAILURES, SaveFailed, check_save, folder_of_step, only_in, reading, why
 from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
 from jaxdist.errors import UserError
 from jaxdist.files.regular import identity_of, name_aside, remove_empty
 from jaxdist.precision.loss_scale import fresh_guard, tree_is_finite
 from jaxdist.processes import anywhere, done_by_first
 from jaxdist.specs import leaves_by_name
-from jaxdist.state import TrainState
+from jaxdist.state import TrainState, shardings_of
 
 
 def _lasting(state: TrainState) -> dict[str, Any]:
@@ -211,6 +211,7 @@ class Checkpoints:
         if not self._is_finite((state.params, state.opt_state)):
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
         self.wait()
+        step, meta = check_save(step, meta, self.latest())
         if self.failed is not None:
             remove_leftovers(self._folder)  # they take room
         self._saves.begin()
@@ -247,6 +248,7 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The record saved with a step."""
+        folder_of_step(self._folder, step)
         with reading(f"checkpoint of step {step}"):
             found = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         return {key: value for key, value in found.items() if key != RECORD}
@@ -273,8 +275,7 @@ class Checkpoints:
             self._check(step, asked)
             state = self._manager.restore(step, args=ocp.args.Composite(state=_restoring(_lasting(asked))))["state"]
             if unguarded and target.guard:
-                layout = jax.tree.map(lambda leaf: leaf.sharding, target.guard)
-                state["guard"] = jax.jit(fresh_guard, out_shardings=layout)()
+                state["guard"] = jax.jit(fresh_guard, out_shardings=shardings_of(target.guard))()
             return TrainState(**state, residual=self._residual(step, target.residual))
 
     def _verify(self, step: int) -> None:
@@ -283,7 +284,7 @@ class Checkpoints:
         if just == step:
             return
         self.wait()
-        problem, sealed = done_by_first(lambda: check_files(self._folder / str(step), step))
+        problem, sealed = done_by_first(lambda: check_files(folder_of_step(self._folder, step), step))
         if problem:
             raise UserError(f"checkpoint of step {step} is damaged: {problem}; use another one, or another --run-dir")
         if not sealed:
@@ -299,7 +300,7 @@ class Checkpoints:
         saved = self._manager.item_metadata(step).get("residual")
         if saved is None:
             zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), target)  # noqa: E731
-            return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
+            return jax.jit(zeros, out_shardings=shardings_of(target))()
 
         def ask(leaf: jax.ShapeDtypeStruct, found: Any) -> jax.ShapeDtypeStruct:
             sharding = leaf.sharding
@@ -326,8 +327,8 @@ class Checkpoints:
         saved = leaves_by_name(found)
         asked = leaves_by_name(target._replace(residual=()))  # parameters first, for the message
         where = f"checkpoint of step {step}"
-        if only := sorted(saved.keys() ^ asked.keys()):
-            raise UserError(f"{where}: {only_in(only[0], checkpoint=only[0] in saved)}")
+        if saved.keys() != asked.keys():
+            raise UserError(f"{where}: {only_in(saved, asked)}")
         for name, leaf in asked.items():
             if tuple(saved[name].shape) != tuple(leaf.shape) or saved[name].dtype != leaf.dtype:
                 raise UserError(

@@ -27,11 +27,12 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 def active_axes(axis: str | Iterable[str]) -> tuple[str, ...]:
     """The axes with more than one device, in mesh order. Inside `shard_map` only."""
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    known = jax.sharding.get_abstract_mesh().axis_names
+    axes = tuple(axis) if not isinstance(axis, str) and isinstance(axis, Iterable) else (axis,)
+    known = jax.sharding.get_abstract_mesh().manual_axes
     for name in axes:
         if name not in known:
-            raise UserError(f"axis={name!r}: not an axis of the mesh; allowed: {', '.join(map(str, known))}")
+            allowed = ", ".join(map(str, known)) or f"none here; call it inside jax.shard_map over the axis {name!r}"
+            raise UserError(f"axis={name!r}: not an axis of the mesh; allowed: {allowed}")
     # `ppermute` over axes that are not in mesh order is silently wrong on jax 0.10.
     return tuple(name for name in known if name in axes and lax.axis_size(name) > 1)
 

@@ -59,8 +59,8 @@ class ModelFacts(EntryFacts):
     """Facts of a model.
 
     - ids_only: it takes windows of token ids, and no other samples.
-    - kernels: `model.attention` chooses among kernels by what the devices can do.
-    - key_mask: its attention may get a key mask.
+    - kernels, key_mask: `model.attention` chooses among kernels by what the devices can do; it may get a key mask.
+    - generates: it predicts the token after those that it has seen, so that it can write text.
     - documents: it reads the leaf documents of a batch, and keeps the documents of a row apart.
     - user_loss: it gives a loss, as of `nnx_loss`, and no `ModelDef`: one unit, split over data and fsdp only.
     """
@@ -71,6 +71,7 @@ class ModelFacts(EntryFacts):
     key_mask: bool = False
     documents: bool = False
     user_loss: bool = False
+    generates: bool = True
 
 
 @dataclass(frozen=True)

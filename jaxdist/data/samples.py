@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -61,12 +62,20 @@ def sample_leaves(sample: Mapping[str, Any], *, where: str) -> Leaves:
 
 
 def as_dtype(rows: np.ndarray, dtype: np.dtype, *, where: str) -> np.ndarray:
-    """Rows cast to `dtype`. Raises `UserError` for integers that do not fit; its message begins with `where`."""
-    cast = np.asarray(rows).astype(dtype, copy=False)
+    """Rows cast to `dtype`. Raises `UserError` for numbers that do not fit; its message begins with `where`."""
+    rows = np.asarray(rows)
+    with np.errstate(over="ignore"):  # told below
+        cast = rows.astype(dtype, copy=False)
     if np.issubdtype(dtype, np.integer) and not np.array_equal(cast, rows):
         limits = np.iinfo(dtype)
         raise UserError(
             f"{where} holds integers that do not fit into {dtype.name}; allowed: from {limits.min} to {limits.max}"
+        )
+    narrowed = rows.dtype.kind == "f" and cast.dtype != rows.dtype
+    if narrowed and (lost := np.isfinite(rows) & ~np.isfinite(cast)).any():
+        raise UserError(
+            f"{where} holds {rows[lost][0]:g}, which is infinite in {dtype.name}; allowed: up to "
+            f"{jnp.finfo(dtype).max:.3g}; scale the data"
         )
     return cast
 

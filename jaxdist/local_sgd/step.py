@@ -110,6 +110,7 @@ class LocalStep(TrainStep):
         return {name: leaf for name, leaf in found.items() if name != "own"}
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        self.jitted(state)  # refuses what is no state
         known = self._known is not None and state.step is self._known[0]
         number = (self._known[1] if known and self._known else int(jax.device_get(state.step))) + 1
         state, metrics = super().__call__(state, batch)

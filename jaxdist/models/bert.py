@@ -41,7 +41,7 @@ from jaxdist.nn import (
 )
 from jaxdist.nn.linear import MatmulOptions
 
-FACTS = ModelFacts(kernels=True, key_mask=True)
+FACTS = ModelFacts(kernels=True, key_mask=True, generates=False)
 SITE_POOLED = 1 << 20  # of dropout: the head has the keys of the sample, into which layers are folded, from 0 on
 
 Batch = dict[str, jax.Array]

@@ -23,7 +23,7 @@ from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.modules.nnx_modules import nnx_loss
 from jaxdist.precision.policy import accumulation_dtype
 
-FACTS = ModelFacts(user_loss=True)
+FACTS = ModelFacts(user_loss=True, generates=False)
 
 EXPANSION = 4  # of channels, by a bottleneck
 HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")  # He et al. 2015

@@ -29,7 +29,7 @@ from jaxdist.nn import (
 )
 from jaxdist.precision.policy import accumulation_dtype
 
-FACTS = ModelFacts(kernels=True)
+FACTS = ModelFacts(kernels=True, generates=False)
 
 Batch = dict[str, jax.Array]
 

@@ -1,5 +1,6 @@
 """The moving average of parameters, as a part of the optimizer's state."""
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import UserError
-from jaxdist.optim.update import apply_updates
+from jaxdist.optim.update import apply_updates, check_optimizer
 from jaxdist.specs import PyTree
 
 
@@ -24,8 +25,9 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gra
 
     In the optimizer's state it is sharded like the parameters, saved with them, and left alone by a skipped step.
     """
-    if not 0 < decay < 1:
+    if not isinstance(decay, Real) or not 0 < decay < 1:
         raise UserError(f"ema: {decay!r}; allowed: a number between 0 and 1, such as 0.999; or None for no average")
+    check_optimizer(optimizer)
     inner = optax.with_extra_args_support(optimizer)
 
     def wide(leaf: jax.Array) -> jax.Array:

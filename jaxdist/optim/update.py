@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxdist.config.rules.fields import check_argument
 from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
 from jaxdist.precision.reproducible import PRODUCTS, products_rounded
@@ -28,6 +29,11 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
     return jax.tree.map(lambda out, leaf: optax.MaskedNode() if out else leaf, frozen, tree)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raise `UserError` for what is no optimizer of optax, such as a function that makes one."""
+    check_argument("optimizer", optimizer, hasattr(optimizer, "init") and hasattr(optimizer, "update"))
+
+
 def only_trained(
     optimizer: optax.GradientTransformation,
     patterns: Sequence[str],
@@ -39,6 +45,7 @@ def only_trained(
 
     rules: of parameters that it does not update (`ModelDef.update_rules`). rounded: `with_rounded_products`.
     """
+    check_optimizer(optimizer)
     optimizer = with_rounded_products(optimizer) if rounded else optimizer
     if rules:
         from jaxdist.optim.own_rules import with_rules  # of experts alone

@@ -6,7 +6,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import registry
-from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef, specs_of_params
 from jaxdist.parallel.options import StepOptions, StrategyOptions
@@ -71,10 +70,6 @@ def check_placed(
     whole = model.specs if isinstance(model, ModelDef) else jax.tree.map(lambda _: P(), params)
     for name, spec in named_leaves(strategy.place(params, whole, mesh)):
         if shard_of(spec):
-            chosen = f"strategy={options.strategy!r:.60}"
-            rules = "" if isinstance(model, ModelDef) else f"; or rules=[({name!r}, P())], if they are to be whole"
-            raise UserError(
-                f"state: all parameters are whole, as with strategy='ddp' or a larger min_shard_bytes, but {chosen}"
-                f" shards {name} as {spec} with min_shard_bytes={options.min_shard_bytes}; give init_state and"
-                f" make_train_step the same options, as init_state(..., {chosen}){rules}"
-            )
+            from jaxdist.config.wrong_calls import refuse_whole
+
+            refuse_whole(name, spec, options, own=not isinstance(model, ModelDef))

@@ -52,10 +52,8 @@ def check_update(
     with jax.numpy_dtype_promotion("standard"):
         wanted: Any = jax.tree.structure(jax.eval_shape(optimizer.init, params))
     if wanted != jax.tree.structure(opt_state):
-        raise UserError(
-            "state: its optimizer state is of another optimizer, or of other frozen parameters; give "
-            "init_state and make_train_step the same optimizer and the same freeze"
-        )
+        both = "give init_state and make_train_step the same optimizer and the same freeze"
+        raise UserError(f"state: its optimizer state is of another optimizer, or of other frozen parameters; {both}")
     if (sync.wire_dtype == "int8") != bool(jax.tree.leaves(residual)):
         raise UserError("state: int8 sums carry a residual in it; give init_state and make_train_step one grad_sync")
     if sync.deterministic:

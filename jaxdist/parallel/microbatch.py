@@ -19,14 +19,13 @@ def check_batch_shape(batch: PyTree, mesh: AnyMesh, options: StepOptions) -> Non
 
     options: as a step runs them on this mesh (`StepOptions.on`).
     """
-    leaves = jax.tree.leaves(batch)
-    for leaf in leaves:
-        if not leaf.ndim or leaf.shape[0] != leaves[0].shape[0]:
-            raise UserError(f"batch: a leaf has shape {leaf.shape}; allowed: the same dim 0 in all leaves, of rows")
+    shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
+    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
+        raise UserError(f"batch: has leaves of shapes {shapes!s:.200}; allowed: arrays with the same dim 0, of rows")
     parts = {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": options.microbatches}
     if options.grad_sync.deterministic:  # its microbatches are the virtual shards of a device
         parts = {"parallel.grad_sync.virtual_shards": options.grad_sync.virtual_shards}
-    check_rows(leaves[0].shape[0], parts)
+    check_rows(shapes[0][0], parts)
 
 
 def check_global(batch: PyTree) -> None:

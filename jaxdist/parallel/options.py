@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxdist.config.rules.fields import check_argument
 from jaxdist.config.rules.overlap import check_batch_split
 from jaxdist.config.rules.remat import Remat, check_prefetch, check_remat
 from jaxdist.config.sections.grad_sync import GradSync
@@ -58,15 +59,22 @@ class StepOptions:
     max_skips: int = 10
     return_grads: bool = False
 
+    def __new__(cls, *_: Any, **given: Any) -> "StepOptions":
+        for name, value in given.items():
+            check_argument(name, value, name in cls.__dataclass_fields__, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         resolved = {"remat": check_remat(self.remat)}
         if isinstance(self.precision, str):
             resolved["precision"] = make_precision(self.precision)
-        if not isinstance(self.freeze, str):  # one text is refused where patterns are matched
+        if hasattr(self.freeze, "__iter__") and not isinstance(self.freeze, str):  # `fitting` refuses a text
             resolved["freeze"] = tuple(self.freeze)
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
-        for name, least in (("microbatches", 1), ("max_skips", 0), ("min_shard_bytes", 0)):
+        for name, kind in (("precision", Precision), ("grad_sync", GradSync), ("freeze", str | tuple)):
+            check_argument(name, value := getattr(self, name), isinstance(value, kind))
+        for name, least in (("microbatches", 1), ("max_skips", 0), ("min_shard_bytes", 0), ("seed", 0)):
             if not hasattr(value := getattr(self, name), "__index__") or value < least:
                 raise UserError(f"{name}: {value!r}; allowed: an integer >= {least}")
         check_sync(self.grad_sync, self.precision.reduce)
@@ -94,5 +102,6 @@ StrategyOptions = StepOptions  # the name that it has as the argument of a strat
 
 
 def make_options(options: StepOptions | None, keywords: Mapping[str, Any]) -> StepOptions:
-    """The options, with `keywords` in place of fields. Raises `TypeError` for a keyword that is no field."""
+    """The options, with `keywords` in place of fields. Raises `UserError` for a keyword that is no field."""
+    check_argument("options", options, isinstance(options, StepOptions | None))
     return replace(options or StepOptions(), **keywords)

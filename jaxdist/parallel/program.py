@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import active_axes
+from jaxdist.config.rules.fields import check_argument
 from jaxdist.config.rules.mesh import check_axis
 from jaxdist.config.rules.overlap import check_collective_matmul
 from jaxdist.config.rules.pipeline import refuse_stages
@@ -77,9 +78,10 @@ def _check(model: ModelDef, options: StepOptions) -> None:
 
 
 def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh) -> None:
-    """Raise `UserError` for no mesh, and for an axis all of whose devices would do the same work. A loss of the user's
-    own is asked when it is traced."""
+    """Raise `UserError` for no mesh, no model, and an axis all of whose devices would do the same work. A loss of the
+    user's own is asked when it is traced."""
     check_mesh(mesh)
+    check_argument("model", model, isinstance(model, ModelDef) or (not isinstance(model, type) and callable(model)))
     if not isinstance(model, ModelDef):
         return
     used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}

@@ -16,7 +16,8 @@ from jaxdist.config.checks import check_layout
 from jaxdist.config.resolve import GPU_PLUGINS, INSTALL_CUDA, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
-from jaxdist.precision.policy import POLICIES, check_float8, enable_x64
+from jaxdist.precision.float8_devices import check_float8
+from jaxdist.precision.policy import POLICIES, enable_x64
 from jaxdist.processes import place
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options

@@ -1,6 +1,7 @@
 """Training in Python: `fit` makes a run of a user's objects, whose steps the loop of `jaxdist.trainer.train` takes."""
 
 import functools
+import inspect
 import os
 import re
 import sys
@@ -30,9 +31,11 @@ from jaxdist.model import ModelDef
 from jaxdist.observe import read_metrics
 from jaxdist.observe.environment import versions
 from jaxdist.optim.ema import ema_of, with_ema
+from jaxdist.optim.update import check_optimizer
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.pipeline.stages import order_of_blocks
+from jaxdist.parallel.program import check_axes
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.processes import anywhere, done_by_first
 from jaxdist.runtime.cache import CacheHits
@@ -74,7 +77,7 @@ def _own_names() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed)\b)", "", str(error)).replace("run-dir", "run_dir")
+        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed|ema)\b)", "", str(error)).replace("run-dir", "run_dir")
         if own == str(error):
             raise
         raise UserError(own) from error
@@ -159,11 +162,11 @@ def fit(
     >>> int(done.state.step), done.metrics["loss"] < 0.51, done.stopped
     (9, True, '')
     """
-    _check(model, optimizer, keywords, params=params, run_dir=run_dir, evaluated=(eval_data, eval_loss))
+    mesh = mesh or make_mesh(fsdp=-1)  # every strategy splits batches over fsdp, and the sharding ones shard over it
+    _check((model, optimizer, mesh), keywords, params=params, run_dir=run_dir, evaluated=(eval_data, eval_loss))
     options, evaluated = make_options(options, keywords), eval_data is not None
     config, options = _settled(settings, steps, options, patience, evaluated=evaluated)
     optimizer = optimizer if ema is None else with_ema(optimizer, ema)
-    mesh = mesh or make_mesh(fsdp=-1)  # every strategy splits batches over fsdp, and the sharding ones shard over it
     source, layout = model if params is None else params, {"rules": rules, "model_state": model_state}
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
@@ -195,20 +198,20 @@ class _Given(NamedTuple):
 
 
 def _check(
-    model: Any, optimizer: Any, keywords: Mapping[str, Any], *, params: Any, run_dir: Any, evaluated: tuple[Any, Any]
+    parts: tuple[Any, Any, Mesh], keywords: Mapping[str, Any], *, params: Any, run_dir: Any, evaluated: tuple[Any, Any]
 ) -> None:
-    """Raise `UserError` for likely mistakes. evaluated: (eval_data, eval_loss)."""
-    known = [each.name for each in fields(StepOptions)]
-    for name in keywords:
+    """Raise `UserError` for likely mistakes. parts: (model, optimizer, mesh). evaluated: (eval_data, eval_loss)."""
+    model, optimizer, mesh = parts
+    check_axes(model, mesh)
+    check_optimizer(optimizer)
+    known = [*(each.name for each in fields(StepOptions)), *inspect.signature(fit).parameters]
+    for name, value in keywords.items():
         if name not in known:
             setting = next((key for key in SETTINGS if key.partition(".")[2] == name), None)
             near = nearest(name, known)
-            hint = f"settings={{{setting!r}: ...}}" if setting else ELSEWHERE.get(name) or (near and f"{near}=")
-            raise UserError(f"{name}: is no keyword of fit{f'; give {hint}' if hint else ''}")
-    if not isinstance(model, ModelDef) and not callable(model):
-        raise UserError(f"model: is a {type(model).__name__}; allowed: a ModelDef, or a loss_fn(params, batch, keys)")
-    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
-        raise UserError(f"optimizer: {optimizer!r} is none; give what a call of optax makes, such as optax.adam(1e-3)")
+            hint = f"settings={{{setting!r}: ...}}" if setting else ELSEWHERE.get(name)
+            hint = f"give {hint}" if hint else f"did you mean {near}={value!r:.40}?" if near else ""
+            raise UserError(f"{name}: is no keyword of fit; {hint or 'allowed: ' + ', '.join(known)}")
     if isinstance(model, ModelDef | ModuleLoss) != (params is None):
         said = "None; a loss_fn of your own needs them" if params is None else "the model has its own; leave them out"
         raise UserError(f"params: {said}")

@@ -6,7 +6,7 @@ from collections import deque
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.precision.loss_scale import released
-from jaxdist.trainer.failures.diagnose import Finding, make_diagnosis, unknown_ids
+from jaxdist.trainer.failures.diagnose import Finding, bad_leaf, make_diagnosis, unknown_ids
 from jaxdist.trainer.run import TrainingRun, Work
 from jaxdist.trainer.saving import settle
 
@@ -19,11 +19,16 @@ class NonFinite(FloatingPointError):
 
     - step: its number, from 1.
     - guarded: whether the state is still the one before the step, so that the step can be repeated.
+    - mend: what to do about it, where nothing more is known; the end of the text.
     """
 
-    def __init__(self, step: int, text: str, *, guarded: bool) -> None:
-        super().__init__(text)
-        self.step, self.guarded = step, guarded
+    def __init__(self, step: int, text: str, *, guarded: bool, mend: str = "") -> None:
+        super().__init__(f"{text}; {mend}" if mend else text)
+        self.step, self.guarded, self._text = step, guarded, text
+
+    def by(self, cause: str) -> "NonFinite":
+        """The same step, with what is to blame in place of `mend`."""
+        return NonFinite(self.step, self._text, guarded=self.guarded, mend=cause)
 
 
 class Spikes:
@@ -42,6 +47,15 @@ class Spikes:
                     step, f"loss of step {step} is {loss:.4g}, {times}, more than train.loss_spike", guarded=False
                 )
         self._losses.append(loss)
+
+
+def blame_data(run: TrainingRun, error: NonFinite, work: Work) -> NonFinite:
+    """The error, which names the data if the batch of the step was not finite itself."""
+    number, mesh = error.step - 1 + run.progress.passed, run.plan.mesh
+    if not error.guarded or (name := bad_leaf(work.batch(number), mesh)) is None:
+        return error
+    where = f" in {name!r}" if name else ""
+    return error.by(f"the batch of step {error.step} holds NaN or inf{where}; mend the data, or leave those rows out")
 
 
 def look_into(run: TrainingRun, error: NonFinite, work: Work) -> Finding | None:

@@ -154,5 +154,5 @@ class Recorder:
         name, value = ("grad_norm", norm) if math.isfinite(loss) else ("loss", loss)
         row = f", after {limit} more in a row (precision.max_consecutive_skips)" if limit else ""
         other = "" if self._config.precision.policy == "fp32" else ", or precision=fp32"
-        text = f"{name} of step {step} is {value}{row}; try a lower optimizer.lr{other}"
-        raise NonFinite(step, text, guarded=in_a_row > 0)
+        text, mend = f"{name} of step {step} is {value}{row}", f"try a lower optimizer.lr{other}"
+        raise NonFinite(step, text, guarded=in_a_row > 0, mend=mend)

@@ -47,7 +47,7 @@ from jaxdist.trainer.header import describe
 from jaxdist.trainer.measures.clock import Clock
 from jaxdist.trainer.measures.profile import Profile
 from jaxdist.trainer.measures.step_figures import StepFigures
-from jaxdist.trainer.nonfinite import NonFinite, Spikes, look_into, roll_back
+from jaxdist.trainer.nonfinite import NonFinite, Spikes, blame_data, look_into, roll_back
 from jaxdist.trainer.recorder import Measured, Recorder, last_time, session_start
 from jaxdist.trainer.run import RunPlan, TrainingRun, Work, build
 from jaxdist.trainer.saving import all_saved, begin_save, settle
@@ -91,6 +91,7 @@ def _loop(run: TrainingRun, work: Work, stop: StopSignal, measured: Measured) ->
             return steps(run, work, spikes, stop, measured)
         except NonFinite as error:
             failed = error.with_traceback(None)  # its frames would keep the old state in memory
+        failed = blame_data(run, failed, work)
         run.outputs.console.line(f"step {failed.step}: {failed}")
         watch.crumbs.enter("look into it")
         rolling = config.train.on_nonfinite == "rollback"

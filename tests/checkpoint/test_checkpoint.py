@@ -14,6 +14,7 @@ import child
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,6 +28,7 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
+from jaxdist.optim.ema import with_ema
 from jaxdist.optim.make import make_optimizer
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.state import TrainState
@@ -118,6 +120,70 @@ def test_other_model_optimizer_or_dtype_is_refused(saved: dict[str, Path], optio
     with Checkpoints(saved["zero3"], keep=1) as checkpoints, raises as error:
         checkpoints.restore(3, target("one", **options))
     assert "\n" not in str(error.value)
+
+
+def test_a_moving_average_on_one_side_only(tmp_path: Path) -> None:
+    mesh, optimizer = make_mesh(data=2), optax.sgd(0.1)
+    plain, average = (init_state({"w": jnp.ones(4)}, tx, mesh) for tx in (optimizer, with_ema(optimizer, 0.9)))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, plain, META)
+        checkpoints.save(2, average, META)
+        with pytest.raises(
+            UserError, match=r"opt_state.ema.w is only in this configuration; train.ema .*: leave it out$"
+        ):
+            checkpoints.restore(1, average)
+        with pytest.raises(
+            UserError, match=r"opt_state.ema.w is only in the checkpoint; train.ema must .*, such as 0.999"
+        ):
+            checkpoints.restore(2, plain)
+
+
+@pytest.fixture(scope="module")
+def one_saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkpoints, TrainState]]:
+    state = init_state({"w": jnp.ones(4)}, optax.sgd(0.1), make_mesh(data=2))
+    with Checkpoints(tmp_path_factory.mktemp("one"), keep=3) as checkpoints:
+        note = {"loss": jnp.float32(0.5), "seen": {"rows": (np.int64(3), np.ones(())[()])}}
+        checkpoints.save(4, state, note)
+        yield checkpoints, state
+
+
+def test_scalars_in_the_record_become_numbers(one_saved: tuple[Checkpoints, TrainState]) -> None:
+    one_saved[0].wait()
+    assert one_saved[0].meta(4) == {"loss": 0.5, "seen": {"rows": [3, 1.0]}}
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (
+            lambda c, s: c.save(4, s, {}),
+            "^step: 4 is not after step 4, which is saved; allowed: 5 or more; give a later",
+        ),
+        (lambda c, s: c.save(3, s, {}), "^step: 3 is not after step 4"),
+        (lambda c, s: c.save("5", s, {}), "^step: '5'; allowed: an integer >= 0; give int"),
+        (lambda c, s: c.save(5, s, [1]), "^meta: is a list; allowed: a dict; give {}"),
+        (
+            lambda c, s: c.save(5, s, {"a": [object()]}),
+            r"^meta.a\[0\]: is a object; allowed: texts, numbers, .*leave it out",
+        ),
+        (lambda c, s: c.save(5, s, {"a": np.ones(3)}), r"^meta.a: is a ndarray; .*; give its .tolist\(\)$"),
+        (lambda c, s: c.restore(5, s), "^step: 5 has no checkpoint in .*; allowed: 4; give one of these$"),
+        (lambda c, s: c.meta(5), "^step: 5 has no checkpoint in .*; allowed: 4; give one of these$"),
+    ],
+)
+def test_what_cannot_be_saved_or_restored_is_said_at_the_call(
+    one_saved: tuple[Checkpoints, TrainState], act: Any, line: str
+) -> None:
+    with pytest.raises(UserError, match=line):
+        act(*one_saved)
+
+
+def test_nothing_is_saved_there(tmp_path: Path, one_saved: tuple[Checkpoints, TrainState]) -> None:
+    with (
+        Checkpoints(tmp_path, keep=1) as empty,
+        pytest.raises(UserError, match=r"^step: 5 .*: none, as nothing is saved"),
+    ):
+        empty.restore(5, one_saved[1])
 
 
 @pytest.mark.parametrize(("smallest", "length"), [(manager.MIN_PART, 24), (8, 48)])

@@ -41,6 +41,7 @@ from jaxdist.collectives import (
     claim_replicated,
     in_buckets,
     make_link,
+    psum,
     reduce_scatter,
     send_recv,
     stack,
@@ -50,7 +51,7 @@ from jaxdist.collectives import (
 )
 from jaxdist.collectives.bucket import plan_buckets
 from jaxdist.errors import UserError
-from jaxdist.mesh import make_mesh
+from jaxdist.mesh import abstract_mesh, make_mesh
 
 EVERYDAY = [{"data": 3}, {"data": 4}, {"data": 2, "fsdp": 4}]
 SEVERAL_AXES = [
@@ -96,6 +97,30 @@ def test_nothing_stays_nothing(name: str) -> None:
 def test_large_arrays_are_exact(name: str, n: int, size: int) -> None:
     """These travel in several pieces where an algorithm cuts them into pieces."""
     check_exact([Call("all_reduce", values((n, size), jnp.int32, 0), {})], algorithm=name, data=n)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("name", others_slow(NAMES, *NAMES[::3], "native"))
+def test_an_extremum_keeps_nan(name: str, op: str) -> None:
+    rows = np.array([[1, -1, np.nan, np.inf], [-np.nan, 2, -3, -np.inf], [0, -0.0, 5, 1], [7, -8, 9, np.nan]])
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        for chosen in ({}, {"groups": ((0, 2), (1, 3))}):
+            x = rows.astype(dtype)
+            got = on_every_device(lambda x, c=chosen: all_reduce(x, "data", op=op, algorithm=name, **c), x, data=4)
+            for group in chosen.get("groups", ((0, 1, 2, 3),)):
+                want = {"max": np.max, "min": np.min}[op](x[list(group)].astype(np.float32), axis=0)
+                for rank in group:
+                    np.testing.assert_array_equal(got[rank].astype(np.float32), want)
+
+
+def test_gpus_keep_nan_by_themselves() -> None:
+    def sent(platform: str) -> set[str]:
+        mesh = abstract_mesh(data=2, platform=platform)
+        run = jax.shard_map(lambda x: all_reduce(x, "data", op="max"), mesh=mesh, in_specs=P("data"), out_specs=P())
+        text = str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((2,), jnp.float32)))
+        return {line.partition(":")[2].split("[")[0] for line in text.splitlines() if "= pmax" in line}
+
+    assert (sent("gpu"), sent("cpu")) == ({"f32"}, {"i32"})
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -195,6 +220,19 @@ def test_mistakes_are_named_in_one_line(function: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         on_every_device(function, np.zeros((2, 3), np.float32), data=2)
     assert "\n" not in str(error.value)
+
+
+def test_outside_of_shard_map() -> None:
+    text = (
+        "^axis='data': not an axis of the mesh; allowed: none here; call it inside jax.shard_map over the axis 'data'"
+    )
+    for function in (all_reduce, reduce_scatter, all_gather, broadcast, psum):
+        with pytest.raises(UserError, match=text):
+            jax.jit(lambda x, f=function: f(x, "data"))(jnp.ones(4))
+    with jax.set_mesh(make_mesh(data=8)), pytest.raises(UserError, match=text):
+        all_reduce(jnp.ones(4), "data")
+    with pytest.raises(UserError, match="^axis=3: not an axis of the mesh; allowed: pipe, data"):
+        on_every_device(lambda x: all_reduce(x, 3), np.zeros((2, 3)), data=2)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.sampled_from("ab")), max_size=30), st.integers(1, 120))

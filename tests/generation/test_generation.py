@@ -2,6 +2,8 @@
 in a batch; one device and layouts."""
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist.cli.main import main
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.generation.loop import Generator, bucket
@@ -33,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3": {"style": "llama", "kv_heads": 4, "rope_type": "llama3", "rope_factor": 4.0, "rope_positions": 16},
 }
 NEW = 24
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def config_of(name: str) -> ModelConfig:
@@ -164,3 +168,15 @@ def test_the_model_says_how_long_a_text_may_be() -> None:
 def test_few_lengths_are_compiled() -> None:
     assert [bucket(length) for length in (1, 16, 17, 100)] == [16, 16, 32, 128]
     assert [bucket(length, 100) for length in (1, 65, 100)] == [16, 100, 100]
+
+
+@pytest.mark.parametrize("name", ["bert_stdlib", "vit_digits", "resnet_digits"])
+def test_a_run_of_a_family_that_writes_no_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its configuration says it, before a checkpoint is looked for."""
+    (tmp_path / "config.yaml").write_text((CONFIGS / f"{name}.yaml").read_text())
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    family = name.partition("_")[0]
+    assert re.fullmatch(
+        f"error: FROM: model.name '{family}' cannot generate: it does not predict the next .*; allowed: gpt, or .*\n",
+        capsys.readouterr().err,
+    )

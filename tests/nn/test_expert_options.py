@@ -150,7 +150,9 @@ def test_half_precision_chooses_as_fp32_does(moe: str, policy: str) -> None:
 @pytest.mark.slow
 def test_fp8_chooses_as_bf16_does_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention and shared experts multiply in float8; the router does in fp32, and its choice hardly moves."""
-    monkeypatch.setattr("jaxdist.precision.policy.has_float8", lambda device: True)  # XLA widens the operands here
+    monkeypatch.setattr(
+        "jaxdist.precision.float8_devices.has_float8", lambda device: True
+    )  # XLA widens the operands here
     want = trained(DROPLESS, {}, precision="bf16")[0]
     for sizes, given in (({}, {}), ({"expert": 2}, {}), ({"fsdp": 2, "tensor": 2}, {"strategy": "zero3"})):
         for a, b in zip(trained(DROPLESS, sizes, precision="fp8", **given)[0], want, strict=True):

@@ -28,7 +28,8 @@ from jaxdist.models.gpt import gpt
 from jaxdist.nn import ModelDef, product
 from jaxdist.nn.matmul.float8 import E4M3, E5M2, fits, float8_product, quantise
 from jaxdist.plan.explain import explain
-from jaxdist.precision.policy import has_float8, make_precision
+from jaxdist.precision.float8_devices import has_float8
+from jaxdist.precision.policy import make_precision
 from jaxdist.runtime.start import start
 from jaxdist.step import make_train_step
 
@@ -39,7 +40,7 @@ LLAMA = ModelConfig(style="llama", layers=2, width=32, heads=2, vocab=32, mlp_wi
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU passes for a device that multiplies float8: XLA widens the operands."""
-    monkeypatch.setattr("jaxdist.precision.policy.has_float8", lambda device: True)
+    monkeypatch.setattr("jaxdist.precision.float8_devices.has_float8", lambda device: True)
 
 
 @jax.jit

@@ -293,7 +293,8 @@ def test_a_run_stops_and_says_why(
     text = capsys.readouterr().out
     assert "found: the sum of the batch's weights is not finite: the data's doing\n" in text
     [said] = re.findall(r"step 3: .*\nlooking into .*\n", text)
-    on_page("docs/precision.md", said, {"loss of": "grad_norm of"})
+    bad = "the batch of step 3 holds NaN or inf in 'weights'; mend the data, or leave those rows out"
+    on_page("docs/precision.md", said, {"loss of": "grad_norm of", bad: "try a lower optimizer.lr"})
     [incident] = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
     assert (incident["step"], incident["action"], incident["found"]["kind"]) == (3, "stopped", "weight")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]  # as before the bad batch

@@ -394,8 +394,15 @@ def test_a_module(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
     """It ends the run."""
-    with pytest.raises(FloatingPointError, match="loss of step 4 is nan"):
+    mend = "the batch of step 4 holds NaN or inf in 'x'; mend the data, or leave those rows out"
+    with pytest.raises(FloatingPointError, match=f"^loss of step 4 is nan; {mend}$"):
         fit(poisoned(3), tmp_path / "stop")
+
+
+def test_a_loss_that_grows_is_not_the_data_s_doing(tmp_path: Path) -> None:
+    wild = lambda params, batch, keys: ((params["w"] + 1e30).sum() ** 2, 1)  # noqa: E731
+    with pytest.raises(FloatingPointError, match=r"^loss of step 1 is inf; try a lower optimizer.lr$"):
+        fit(batches(2), tmp_path, wild)
 
 
 @pytest.mark.slow
@@ -443,6 +450,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "texts": ([{"x": np.array(["a"] * 8)}], "data: batch 0: x is an array of <U1; allowed: arrays of numbers, [rows"),
     "no arrays": ([{}], "data: batch 0 is a dict without arrays; give a tree of arrays [rows, ...]"),
     "large": ([np.full(8, 2**40)], "data: batch 0 holds integers that do not fit into int32; allowed: from"),
+    "larger": (
+        [{"x": np.array([0, np.inf, np.nan, -1e300] * 2)}],
+        "data: batch 0: x holds -1e+300, which is infinite in float",
+    ),
+    "no rows": ([{"x": np.ones((0, 2))}], "data.global_batch: 0 is no batch, give a multiple of 8"),
     "the last of an epoch": (
         [np.zeros((8, 2)), np.zeros((4, 2))],
         "data: batch 1: the array is float64[4, 2], and was float64[8, 2] in the first; give all batches one shape: ",
@@ -658,6 +670,7 @@ def test_an_evaluation_is_tried_first(data: Any, line: str, tmp_path: Path) -> N
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no params": ({"params": None}, "params: None; a loss_fn of your own needs them"),
     "ema": ({"ema": 1.0}, "ema: 1.0; allowed: a number between 0 and 1"),
+    "a text as ema": ({"ema": "0.9"}, "ema: '0.9'; allowed: a number between 0 and 1"),
     "patience": ({"patience": 2}, "patience: 2; allowed: an int of 1 or more, with eval_data"),
     "patience of a bool": ({"patience": True, "eval_data": [0]}, "patience: True; allowed: an int of 1 or more"),
     "patience of a float": ({"patience": 2.5, "eval_data": [0]}, "patience: 2.5; allowed: an int of 1 or more"),
@@ -665,8 +678,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a setting": ({"eval_every": 2}, "eval_every: is no keyword of fit; give settings={'train.eval_every': ...}"),
     "epochs": ({"epochs": 3}, "epochs: is no keyword of fit; give steps=, the number of the last step"),
     "batch_size": ({"batch_size": 3}, "batch_size: is no keyword of fit; give data, which gives whole batches"),
-    "an option": ({"microbatch": 3}, "microbatch: is no keyword of fit; give microbatches="),
-    "a model": ({"loss": "gpt"}, "model: is a str; allowed: a ModelDef, or a loss_fn(params, batch, keys)"),
+    "an option": ({"microbatch": 3}, "microbatch: is no keyword of fit; did you mean microbatches=3?"),
+    "a model": ({"loss": "gpt"}, "model: is 'gpt'; allowed: a ModelDef, what jaxdist.nnx_loss"),
     "eval_loss": ({"eval_loss": loss}, "eval_loss: needs eval_data"),
     "run_dir": ({"folder": ""}, "run_dir: is empty; give a folder"),
     "a file": ({"folder": __file__}, "run_dir: "),
@@ -709,7 +722,7 @@ def test_settings_that_are_none_or_nested() -> None:
 
 
 def test_an_optimizer_that_is_none() -> None:
-    with pytest.raises(UserError, match=r"^optimizer: .*, such as optax.adam\(1e-3\)$"):
+    with pytest.raises(UserError, match=r"^optimizer: is the function adam; .* give optax.adam\(1e-3\)$"):
         jaxdist.fit(loss, optax.adam, batches(1), steps=1, params=params())  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ import optax
 
 from jaxdist.build import attention_of, make_model
 from jaxdist.checkpoint.reader import FOLDER
-from jaxdist.config.entries import bound
+from jaxdist.config.entries import ModelFacts, bound
 from jaxdist.config.json_reader import parse_document
 from jaxdist.config.load import load_config
 from jaxdist.config.rules.fields import show
@@ -80,7 +80,20 @@ def run_config(source: Path) -> Config | None:
     folder = user_path(source, key="SOURCE").absolute()
     run_dir = folder.parent.parent if folder.parent.name == FOLDER else folder
     file = run_dir / "config.yaml"  # any machine may generate from a run, with what devices it has
-    return load_config(file, ["devices.platform=auto"]) if file.is_file() else None
+    config = load_config(file, ["devices.platform=auto"]) if file.is_file() else None
+    return config and generating(config)
+
+
+def generating(config: Config) -> Config:
+    """The configuration. Raises `UserError` for a model of a family that writes no text."""
+    name = config.model.name
+    if not ModelFacts.of(name).generates:
+        able = ", ".join(ModelFacts.with_fact(generates=True))
+        raise UserError(
+            f"FROM: model.name {name!r} cannot generate: it does not predict the next token; allowed: {able}, or a"
+            " model of your own that does; give a run or folder of such a model"
+        )
+    return config
 
 
 def folder_config(found: Pretrained, sizes: dict[str, int]) -> Config:
@@ -91,7 +104,7 @@ def folder_config(found: Pretrained, sizes: dict[str, int]) -> Config:
     config = Config()
     strategy = "zero3" if sizes.get("fsdp", 1) > 1 else "ddp"
     data, parallel = replace(config.data, seq_len=found.positions), replace(config.parallel, strategy=strategy)
-    return replace(config, model=found.model, data=data, parallel=parallel)
+    return generating(replace(config, model=found.model, data=data, parallel=parallel))
 
 
 def tokenizer_for(given: str | None, config: Config, folder: Path | None) -> Tokenizer:

@@ -17,6 +17,7 @@ from jaxdist.collectives.group import Array, Group
 from jaxdist.collectives.parts import cut_parts, padded_parts, unpadded
 from jaxdist.collectives.transpose import linear
 from jaxdist.errors import UserError
+from jaxdist.mesh import traced_for_gpus
 
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 REDUCE_LOCAL: dict[str, Callable[..., Array]] = {"max": jnp.max, "min": jnp.min}
@@ -29,10 +30,21 @@ def _index_groups(group: Group) -> list[list[int]] | None:
     return None if group.members == (tuple(range(group.n)),) else [list(members) for members in group.members]
 
 
+def _extreme_by_bits(x: Array, group: Group, op: str) -> Array:
+    """The maximum or minimum, NaN where there is one: XLA:CPU loses it. What is sent are integers of the same order and
+    size, of which NaN is the last."""
+    number = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+    turned = lambda bits: jnp.where(bits < 0, bits ^ number.max, bits)  # noqa: E731  # to the order of floats, and back
+    last = jnp.asarray(number.max if op == "max" else number.min, number.dtype)
+    ordered = jnp.where(jnp.isnan(x), last, turned(lax.bitcast_convert_type(x, number.dtype)))
+    return lax.bitcast_convert_type(turned(REDUCE[op](ordered, group.axes)), x.dtype)
+
+
 def _all_reduce(x: Array, group: Group, op: str) -> Array:
     groups = _index_groups(group)
     if groups is None:
-        return REDUCE[op](x, group.axes)
+        drops_nan = op != "sum" and jnp.issubdtype(x.dtype, jnp.floating) and not traced_for_gpus()
+        return _extreme_by_bits(x, group, op) if drops_nan else REDUCE[op](x, group.axes)
     # psum, pmax and pmin have no groups under shard_map.
     mine = _reduce_scatter(padded_parts(x, group.n), group, op, 0)
     return unpadded(_gather(mine, group, 0), x)

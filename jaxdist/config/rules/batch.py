@@ -13,10 +13,10 @@ def check_rows(batch: int, parts: Mapping[str, int]) -> None:
     parts: how many by each setting, such as {"data": 4, "fsdp": 2, "expert": 1, "microbatches": 2}.
     """
     count = math.prod(parts.values())
-    if batch % count == 0:
+    if batch and batch % count == 0:
         return
     text = (
-        f"data.global_batch: {batch} does not divide by {count}"
+        f"data.global_batch: {batch} {'does not divide by' if batch else 'is no batch, give a multiple of'} {count}"
         f" ({' x '.join(f'{name} {size}' for name, size in parts.items())});"
         f" nearest batch sizes that work: {near(multiples_around(batch, count), batch)}"
     )

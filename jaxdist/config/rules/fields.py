@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -167,6 +167,14 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
         yield prefix + name, key
         if key.nested:
             yield from all_keys(key.kind, f"{prefix}{name}.")
+
+
+def check_argument(name: str, value: Any, good: bool, known: Collection[str] = ()) -> None:
+    """Raise the `UserError` for an argument of a call in Python that is not `good`. known: the keywords there are."""
+    if not good:
+        from jaxdist.config.wrong_calls import refuse_argument, refuse_keyword
+
+        refuse_keyword(name, value, known) if known else refuse_argument(name, value)
 
 
 def check_section(values: Any, prefix: str) -> None:

@@ -28,7 +28,7 @@ def check_collective_matmul(
 def check_batch_split(batch_split: int, *, prefetch: int, deterministic: bool) -> None:
     """Raise `UserError` for what does not go with `parallel.batch_split: 2`, if that is asked for."""
     if batch_split not in (1, 2):
-        raise UserError(f"parallel.batch_split: {batch_split} is out of range; allowed: 1, 2")
+        raise UserError(f"parallel.batch_split: {batch_split!r} is out of range; allowed: 1, 2")
     if batch_split > 1 and prefetch:
         raise UserError(
             "parallel.batch_split: 2 runs a block twice in a round, and parallel.prefetch: 1 has room beside one run;"

@@ -106,7 +106,7 @@ def check_offload(remat: Remat, *, schedule: str, several: bool) -> None:
 def check_prefetch(prefetch: int, *, reshard_after_forward: bool, deterministic: bool) -> None:
     """Raise `UserError` for what does not go with `parallel.prefetch: 1`, if that is asked for."""
     if prefetch not in (0, 1):
-        raise UserError(f"parallel.prefetch: {prefetch} is out of range; allowed: 0, 1")
+        raise UserError(f"parallel.prefetch: {prefetch!r} is out of range; allowed: 0, 1")
     if prefetch and not reshard_after_forward:
         raise UserError(
             "parallel.prefetch: 1 gathers blocks again for the backward pass; set"

@@ -29,7 +29,7 @@ from jaxdist.config.sections.precision import LossScale
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
-from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, path_name, without_idle
+from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, leaves_by_name, path_name, without_idle
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
 
@@ -189,6 +189,14 @@ def unknown_ids(batch: PyTree, vocab: int | None) -> str:
                 f"the batch's {name} hold the token id {wrong}, and the model's vocabulary has the ids 0 to {vocab - 1}"
             )
     return ""
+
+
+def bad_leaf(batch: PyTree, mesh: Mesh) -> str | None:
+    """The name of the first leaf of a batch that holds NaN or an infinity, "" for a batch without names; None if all
+    are finite. Every process must call it."""
+    floats = {name: leaf for name, leaf in leaves_by_name(batch).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    finite = jax.jit(lambda leaf: jnp.isfinite(leaf).all(), out_shardings=NamedSharding(mesh, P()))
+    return next((name for name, leaf in floats.items() if not finite(leaf)), None)
 
 
 def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: LossScale | None) -> TrainState:

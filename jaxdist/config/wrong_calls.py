@@ -1,0 +1,51 @@
+"""Wrong arguments of calls in Python, each refused in one line. Imported once something is wrong. Imports no jax."""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from jaxdist.errors import UserError, nearest
+
+_ALLOWED = {
+    "precision": "a jaxdist.Precision, or the name of a policy; give precision='bf16'",
+    "grad_sync": "a jaxdist.GradSync; give grad_sync=jaxdist.GradSync(algorithm='ring')",
+    "freeze": "a sequence of patterns; give freeze=('embed.*',)",
+    "options": "a jaxdist.StepOptions, or None; give its fields as keywords, strategy='zero3'",
+    "state": "a TrainState, as jaxdist.init_state makes it; call step(state, batch)",
+    "optimizer": "what a call of optax makes; give optax.adam(1e-3)",
+    "model": "a ModelDef, what jaxdist.nnx_loss or linen_loss makes, or a loss_fn(params, batch, keys)",
+}
+_ONLY_OF = {"rules": "init_state", "model_state": "init_state"}  # what is taken beside options, by that alone
+
+
+def refuse_argument(name: str, value: Any) -> NoReturn:
+    """Raise the `UserError` for an argument of a wrong kind."""
+    if isinstance(value, str | int | float | None):
+        shown = f"{value!r:.60}"
+    elif isinstance(value, type) or hasattr(value, "__name__"):
+        shown = f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
+    else:
+        shown = f"a {type(value).__name__}"
+    raise UserError(f"{name}: is {shown}; allowed: {_ALLOWED[name]}")
+
+
+def refuse_keyword(name: str, value: Any, known: Iterable[str]) -> NoReturn:
+    """Raise the `UserError` for a keyword that is none of those that are `known`, the options of a step."""
+    near = nearest(name, [*known, *_ONLY_OF])
+    hint = f"; did you mean {near}={value!r:.40}?" if near else ""
+    if near in _ONLY_OF:
+        hint = f"; {near}= is an argument of {_ONLY_OF[near]} alone"
+    raise UserError(f"{name}: is no keyword; allowed: {', '.join(known)}{hint}")
+
+
+def refuse_whole(name: str, spec: Any, options: Any, *, own: bool) -> NoReturn:
+    """Raise the `UserError` for a state without shards where the strategy shards the parameter `name`.
+
+    own: whether parameters are a tree of the user's, which takes rules.
+    """
+    chosen = f"strategy={options.strategy!r:.60}"
+    rules = f"; or rules=[({name!r}, P())], if they are to be whole" if own else ""
+    raise UserError(
+        f"state: all parameters are whole, as with strategy='ddp' or a larger min_shard_bytes, but {chosen}"
+        f" shards {name} as {spec} with min_shard_bytes={options.min_shard_bytes}; give init_state and"
+        f" make_train_step the same options, as init_state(..., {chosen}){rules}"
+    )
