@@ -174,9 +174,10 @@ def test_int8_reduce_scatter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("bad", levels([np.inf, np.nan, -np.inf], everyday=3))
-def test_a_block_with_a_value_that_is_not_finite_is_nan(name: str, bad: float) -> None:
-    n, x = 4, normal((4, 4 * 2 * SCALE_BLOCK))
+@pytest.mark.parametrize(("bad", "each"), [(np.inf, 2), (-np.inf, 2), (np.nan, 2), (np.nan, 64)])
+def test_a_block_with_a_value_that_is_not_finite_is_nan(name: str, bad: float, each: int) -> None:
+    """XLA:CPU drops NaN in the maxima of many blocks."""
+    n, x = 4, normal((4, 4 * each * SCALE_BLOCK))
     x[1, SCALE_BLOCK + 5] = bad
     result = on_every_device(lambda x: all_reduce(x, "data", algorithm=name, wire_dtype="int8"), x, data=n)
     assert len({np.isnan(row).tobytes() for row in result}) == 1

@@ -4,13 +4,14 @@ How they communicate is the library's choice; their stated cost is that of rings
 those that it has: a broadcast is a sum of one value and zeros, a gather is an all-gather.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.algorithm import Algorithm
+from jaxdist.collectives.algorithm import COMBINE, Algorithm
 from jaxdist.collectives.algorithms import ring
 from jaxdist.collectives.cost import Cost
 from jaxdist.collectives.group import Array, Group
@@ -20,7 +21,6 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import traced_for_gpus
 
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
-REDUCE_LOCAL: dict[str, Callable[..., Array]] = {"max": jnp.max, "min": jnp.min}
 
 
 def _index_groups(group: Group) -> list[list[int]] | None:
@@ -65,7 +65,8 @@ def _reduce_scatter(x: Array, group: Group, op: str, dim: int) -> Array:
         if _scatter_is_unsafe():  # as many bytes, in other messages
             return jnp.sum(_all_to_all(cut_parts(x, group.n, dim), group), axis=0, dtype=x.dtype)
         return lax.psum_scatter(x, group.axes, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-    return REDUCE_LOCAL[op](_all_to_all(cut_parts(x, group.n, dim), group), axis=0)
+    # Two by two: XLA:CPU may drop NaN in `jnp.max`.
+    return functools.reduce(COMBINE[op], _all_to_all(cut_parts(x, group.n, dim), group))
 
 
 def _all_gather(x: Array, group: Group, dim: int) -> Array:
