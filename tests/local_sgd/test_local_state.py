@@ -186,13 +186,17 @@ def test_from_python_all_replicas_start_alike_and_train() -> None:
     assert not same(state.params, anchor) and np.isfinite(float(metrics["round_loss"]))
 
 
+def test_keys_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    load_config("configs/quickstart.yaml", ["parallel.local.every=0", "parallel.local.keep=0.5"])
+    assert caplog.messages == ["parallel.local.keep: has no effect, since parallel.local.every is 0"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["parallel.local.every=10", "parallel.local.wire_dtype=int8"], "parallel.local.wire_dtype: 'int8' needs a"),
         (["parallel.local.every=2", "parallel.local.fragments=3"], "parallel.local.fragments: 3, one after the other"),
         (["parallel.local.every=9", "parallel.local.fragments=5"], "the model has 4 blocks"),
-        (["parallel.local.every=0", "parallel.local.outer.lr=0.7"], "parallel.local.outer: is set, and has no effect"),
         (["parallel.local.every=7"], "train.eval_every: 40 is between outer steps"),
         (["parallel.local.every=10", "train.ema=0.9"], "train.ema: 0.9 does not go with parallel.local.every"),
         (["parallel.local.every=10", "memory.offload.optimizer=true"], "memory.offload.optimizer: true does not go"),

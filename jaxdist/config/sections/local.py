@@ -1,6 +1,8 @@
 """How replicas train by themselves, and how they meet: the section `parallel.local` of a configuration. Imports no
 jax."""
 
+import functools
+import logging
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -90,6 +92,11 @@ def refuse(key: str, value: Any, why: str, allowed: str) -> NoReturn:
     )
 
 
+@functools.cache  # once
+def _tell_idle(key: str) -> None:
+    logging.getLogger("jaxdist").warning(f"{LOCAL}.{key}: has no effect, since {LOCAL}.every is 0")
+
+
 def check_local(config: Any) -> None:
     """Raise `UserError` for keys that do not go with `parallel.local`, if it is on."""
     local, sync = config.parallel.local, config.parallel.grad_sync
@@ -98,10 +105,7 @@ def check_local(config: Any) -> None:
         usual = LocalConfig()
         for each in fields(local):
             if getattr(local, each.name) != getattr(usual, each.name):
-                raise UserError(
-                    f"{LOCAL}.{each.name}: is set, and has no effect where {LOCAL}.every is 0; allowed: {LOCAL}.every"
-                    f" of 1 or more, as {LOCAL}.every=10; or leave {LOCAL} out"
-                )
+                _tell_idle(each.name)
         return
     if sync.deterministic:
         refuse("parallel.grad_sync.deterministic", True, "replicas differ, by their number", "false")
