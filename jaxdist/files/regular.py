@@ -96,7 +96,8 @@ def replace_file(path: str | Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = str(path)  # the temporary file is nothing that a user knows
+        if str(error.filename) == str(temporary):  # which is nothing that a user knows
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
