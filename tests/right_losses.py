@@ -32,6 +32,19 @@ def smoothed_ratio_of_means(p: Any, b: Any, keys: Any) -> Any:
 
 
 @right
+def weighted_by_parameters_and_divided(p: Any, b: Any, keys: Any) -> Any:
+    own, count = jax.nn.softplus(b["x"] @ p["w"]).mean((1, 2)), len(b["y"])
+    return count * jaxdist.batch_mean(losses(p, b), own), count
+
+
+@right
+def weighted_by_what_is_predicted(p: Any, b: Any, keys: Any) -> Any:
+    likely = jax.lax.stop_gradient(jax.nn.softmax(logits(p, b["x"])).max(1))
+    right = logits(p, b["x"]).argmax(1) == b["y"]
+    return (likely * losses(p, b)).sum(), likely.sum() + right.sum()
+
+
+@right
 def dropout_of_each_sample(p: Any, b: Any, keys: Any) -> Any:
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (LENGTH, WIDTH)))(keys)
     return losses(p, b, b["x"] * kept).sum(), len(kept)

@@ -151,6 +151,11 @@ def smoothed_ratio_of_sums(p: Any, b: Any, keys: Any) -> Any:
     return (1 - (hit + 0.1) / (all_ + 0.1)) * count, count
 
 
+def weighted_by_parameters(p: Any, b: Any, keys: Any) -> Any:
+    own = jax.nn.softplus(b["x"] @ p["w"]).mean((1, 2))
+    return (own * losses(p, b)).sum(), own.sum()
+
+
 @wrong("randomness without keys")
 def stored_key(p: Any, b: Any, keys: Any) -> Any:
     kept = jax.random.bernoulli(jax.random.key(3), 0.5, b["x"].shape)  # wrong

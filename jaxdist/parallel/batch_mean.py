@@ -65,6 +65,8 @@ def batch_mean(
     >>> mean.shape, float(variance.sum())
     ((3,), 0.0)
     """
+    if isinstance(x, dict):
+        raise UserError("batch_mean: x is a dict; allowed: an array; write jax.tree.map(jaxdist.batch_mean, x)")
     rows: SharedRows | None = shared_rows.value
     if sync:
         _check_place(rows)

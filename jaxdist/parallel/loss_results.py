@@ -1,12 +1,15 @@
 """What a user's loss is called with and returns: the rules, and one line for each way to break them."""
 
+import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jaxdist.errors import UserError
 from jaxdist.model import check_metric_name
@@ -61,7 +64,31 @@ def read_results(result: Any, model_state: PyTree) -> tuple[jax.Array, LossResul
     weight, metrics = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(wide), (result[1], metrics))
     _check_state(new, model_state)
     new = jax.tree.map(jnp.asarray, new)
-    return total.astype(wide), jax.lax.stop_gradient(LossResults(weight, metrics, new))
+    return total.astype(wide), jax.lax.stop_gradient(LossResults(_constant(weight), metrics, new))
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """The weight, through which no gradient flows. Where one would, a line says so."""
+    return weight
+
+
+def _differentiated(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    if not isinstance(tangents[0], SymbolicZero):
+        _tell_constant()
+    return primals[0], jnp.zeros_like(primals[0])
+
+
+_constant.defjvp(_differentiated, symbolic_zeros=True)
+
+
+@functools.cache  # once
+def _tell_constant() -> None:
+    logging.getLogger("jaxdist").warning(
+        "loss_fn: the weight depends on parameters, and no gradient flows through it; return one that counts rows, and"
+        " divide in the loss, by jaxdist.batch_mean(losses, weights) (docs/own_loss.md); jax.lax.stop_gradient(weight)"
+        " says that it is meant"
+    )
 
 
 def in_state(name: str) -> str:

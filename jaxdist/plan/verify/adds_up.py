@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxdist.optim import leave_out
 from jaxdist.plan.verify.causes import BODIES, faults_of_roots
 from jaxdist.plan.verify.findings import Fault
 from jaxdist.plan.verify.follow import Follower, Kind, close, quick
@@ -67,6 +68,15 @@ class Adder:
         else:
             each = [jax.device_get(self.run(*self.subject.part(own).arguments)) for own in parts]
         return [_Totals(total, weight, leaves_by_name(grads)) for total, weight, grads in each]
+
+    def moving_weight(self, freeze: Sequence[str]) -> list[Fault]:
+        """The cause that the weight depends on parameters which are trained. freeze: patterns of the others."""
+        subject, gradient = self.subject, jax.grad(self.subject.differentiable_weight)
+        if self.shared:
+            subject = subject.part(np.arange(subject.rows)[None])
+            gradient = jax.vmap(gradient, in_axes=(None, 0, 0, None), axis_name=PARTS_AXIS)
+        grads = leave_out(jax.jit(gradient, compiler_options=quick())(*subject.arguments), freeze)
+        return [Fault("weight of parameters")] if any(map(np.any, jax.tree.leaves(grads))) else []
 
     def findings(self) -> tuple[list[Fault], list[str]]:
         """(causes, what was compared)."""

@@ -121,7 +121,7 @@ def _verify_loss(subject: Subject, mesh: Mesh, options: StepOptions) -> Verifica
             if not _finite(adder):
                 raise UserError("batch: sum, weight or gradients are not finite; allowed: a batch that trains")
         more, compared = adder.findings()
-        found = together([*found, *more])
+        found = together([*found, *more, *adder.moving_weight(options.freeze)])
         apart = _layouts(wide, mesh, options, tol, order_of_use(wide, whole), found)
         if apart and not found:
             found = together(adder.findings_of(_parts(mesh, options)))

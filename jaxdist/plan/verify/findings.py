@@ -65,6 +65,10 @@ CAUSES = {
         "the weight is the same however many rows there are, and jaxdist adds up one for each device and microbatch",
         "return what is counted over these rows, such as losses.size or mask.sum()",
     ),
+    "weight of parameters": (
+        "the weight depends on parameters, and no gradient flows through it: the step differentiates the sum alone",
+        "return a weight that counts rows, and divide in the loss: n * jaxdist.batch_mean(losses, weights), n",
+    ),
     "penalty in each call": (
         "the sum has a term that does not grow with the rows, such as weight decay, and is added once for each device"
         " and microbatch",

@@ -58,10 +58,18 @@ class Subject(NamedTuple):
 
     def results(self, params: PyTree, batch: PyTree, keys: jax.Array, model_state: PyTree) -> tuple[Any, Any, PyTree]:
         """(sum, weight, new model_state)."""
+        total, found = read_results(self._returned(params, batch, keys, model_state), model_state)
+        return total, found.weight, found.model_state
+
+    def _returned(self, params: PyTree, batch: PyTree, keys: jax.Array, model_state: PyTree) -> Any:
         arguments = (params, batch, keys, *([model_state] if jax.tree.leaves(model_state) else []))
         check_call(self.loss, arguments)
-        total, found = read_results(self.loss(*arguments), model_state)
-        return total, found.weight, found.model_state
+        return self.loss(*arguments)
+
+    def differentiable_weight(self, *arguments: Any) -> jax.Array:
+        """The weight with its gradient, which `results` stop. A `batch_mean` adds up over the axis `PARTS_AXIS`."""
+        with shared_rows(SharedRows(axes=(PARTS_AXIS,))):
+            return jnp.asarray(self._returned(*arguments)[1]).astype(float)
 
     def in_parts(self, *arguments: Any) -> tuple[Any, Any, PyTree]:
         """`results` where a `batch_mean` adds up over the axis `PARTS_AXIS` of a vmap."""

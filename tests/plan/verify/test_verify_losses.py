@@ -12,6 +12,7 @@ from wrong_losses import BATCH, PARAMS, WRONG
 
 import jaxdist
 from jaxdist.errors import UserError
+from jaxdist.parallel import loss_results
 
 CHEAP = ("chosen_rows", "closed_over", "callback", "numpy_random", "numpy_table", "mean")
 CHEAP_RIGHT = ("picked_by_number",)
@@ -72,6 +73,19 @@ def test_two_faults_are_two_lines_and_the_second_is_seen_behind_the_first() -> N
 
     found = verified(loss).findings
     assert [each.cause for each in found] == ["batch statistics", "penalty in each call"]
+
+
+def test_a_weight_of_parameters_is_named_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """No gradient flows through a weight. Where it depends on frozen parameters alone, none would."""
+    loss_results._tell_constant.cache_clear()
+    loss, mesh = wrong_losses.weighted_by_parameters, jaxdist.make_mesh(data=2)
+    assert [each.cause for each in verified(loss).findings] == ["weight of parameters"]
+    assert sum("the weight depends on parameters" in each for each in caplog.messages) == 1
+    assert jaxdist.verify(loss, PARAMS, BATCH, mesh, freeze=("w",)).clean
+    caplog.clear()
+    loss_results._tell_constant.cache_clear()
+    assert verified(right_losses.weighted_by_what_is_predicted).clean
+    assert not any("depends on parameters" in each for each in caplog.messages)
 
 
 def test_metrics_that_differ_are_named_with_their_values() -> None:
