@@ -1,7 +1,6 @@
 """jaxdist: train any Flax model on any number of GPUs, with every byte of communication in sight.
 
-The names below are the public ones. They are imported when first used: `import jaxdist` starts neither JAX nor Flax, so
-that a mistake in a configuration is reported before anything slow happens.
+The names below are public. They are imported when first used: before that, neither JAX nor Flax starts.
 """
 
 import importlib
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from jaxdist.model import ModelDef as ModelDef
     from jaxdist.nn import model_def as model_def
     from jaxdist.optim.make import make_optimizer as make_optimizer
+    from jaxdist.optim.per_block import per_block as per_block
     from jaxdist.parallel.batch_mean import batch_mean as batch_mean
     from jaxdist.parallel.modules.linen_modules import linen_loss as linen_loss
     from jaxdist.parallel.modules.nnx_modules import nnx_loss as nnx_loss
@@ -81,6 +81,7 @@ _HOME = {
     "model_def": "jaxdist.nn",
     "nnx_loss": "jaxdist.parallel.modules.nnx_modules",
     "nnx_update": "jaxdist.parallel.modules.nnx_modules",
+    "per_block": "jaxdist.optim.per_block",
     "open_pretrained": "jaxdist.pretrained.open",
     "sharding_table": "jaxdist.plan.traced.sharding",
     "spawn": "jaxdist.launcher.spawn",

@@ -50,8 +50,22 @@ def _as_matrices(blocks: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(one, blocks)
 
 
-def per_block(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, as if every block of a `ModelDef`'s parameters were a tree of its own. Other trees are one."""
+def per_block(optimizer: optax.GradientTransformation, *, matrices: bool = False) -> optax.GradientTransformation:
+    """The optimizer, as if every block of a `ModelDef`'s parameters were a tree of its own. Other trees are one.
+
+    A `ModelDef` stacks its blocks, so that a norm's scale [W] is one array [L, W] of all L blocks. Wrap what looks at
+    the dims or the norm of a parameter: masks by `ndim`, Muon, LAMB, LARS, Adafactor, `adaptive_grad_clip`. What adds
+    up over all parameters stays outside.
+
+    optimizer: of optax, whose update takes (grads, state, params). A mask must be a function of the tree: it sees
+        {"blocks": one block}, and {"embed": ..., "head": ...}.
+    matrices: whether large kernels [input, *outputs] are matrices to it.
+
+    >>> decayed = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+    >>> adamw = jaxdist.per_block(optax.adamw(1e-3, mask=decayed))
+    >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    """
+    shaped = _as_matrices if matrices else lambda blocks: blocks
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree] | None:
         if not is_model(params) or not jax.tree.leaves(params[STACKED]):
@@ -59,7 +73,7 @@ def per_block(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
         return {STACKED: params[STACKED]}, {name: unit for name, unit in params.items() if name != STACKED}
 
     def init_block(block: PyTree) -> Any:
-        return optimizer.init(_as_matrices(block))
+        return optimizer.init(shaped(block))
 
     def axes_of(blocks: PyTree) -> PyTree:
         """The stacked dim of each leaf of the state: 0, but None for counts, of which all blocks have one."""
@@ -75,7 +89,7 @@ def per_block(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
         return PerBlock(jax.vmap(init_block, out_axes=axes_of(blocks))(blocks), optimizer.init(others))
 
     def update_block(grads: PyTree, state: Any, block: PyTree) -> tuple[PyTree, Any]:
-        updates, state = optimizer.update(_as_matrices(grads), state, _as_matrices(block))
+        updates, state = optimizer.update(shaped(grads), state, shaped(block))
         return jax.tree.map(lambda update, grad: update.reshape(grad.shape), updates, grads), state
 
     def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
@@ -105,4 +119,4 @@ def adafactor(rate: optax.Schedule, *, weight_decay: float, mask: Any) -> optax.
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(rate),
     )
-    return per_block(optax.chain(*parts))
+    return per_block(optax.chain(*parts), matrices=True)

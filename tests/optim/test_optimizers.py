@@ -13,6 +13,7 @@ import oracle
 import pytest
 from levels import levels, others_slow
 
+import jaxdist
 from jaxdist.config.load import load_config
 from jaxdist.config.resolve import warmup_of
 from jaxdist.config.rules.fields import check_section
@@ -24,6 +25,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.optim.make import decay_mask, learning_rate, learning_rates, make_optimizer
 from jaxdist.optim.muon import muon_dims
+from jaxdist.parallel.options import StepOptions
 from jaxdist.specs import path_name
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
@@ -195,6 +197,60 @@ STACKED_SHAPES = {
     },
     "head": {"norm": {"scale": (WIDTH,)}},
 }
+
+
+OF_TENSORS = {
+    "lamb": optax.lamb(1e-2),
+    "lars": optax.lars(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+    "clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(1e-2)),
+    "decay": optax.adamw(1e-2, weight_decay=0.5, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)),
+}
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_per_block_is_the_optimizer_of_each_block_alone(name: str) -> None:
+    shapes = {
+        "embed": {"table": (8, 4)},
+        "blocks": {"kernel": (3, 4, 6), "scale": (3, 4)},
+        "head": {"norm": {"scale": (4,)}},
+    }
+    params, *grads = (random_tree(shapes, seed) for seed in range(3))
+    others = {name: params[name] for name in ("embed", "head")}
+    wanted = [{"blocks": jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])} for i in range(3)] + [others]
+    plain, wrapped, got = OF_TENSORS[name], jaxdist.per_block(OF_TENSORS[name]), params
+    with jax.numpy_dtype_promotion("standard"):
+        states, state = [plain.init(part) for part in wanted], wrapped.init(params)
+        for grad in grads:
+            for i, part in enumerate(wanted):
+                own = {"blocks": jax.tree.map(lambda leaf, i=i: leaf[i], grad["blocks"])} if i < 3 else grad
+                updates, states[i] = plain.update({key: own[key] for key in part}, states[i], part)
+                wanted[i] = optax.apply_updates(part, updates)
+            updates, state = wrapped.update(grad, state, got)
+            got = optax.apply_updates(got, updates)
+    blocks = jax.tree.map(lambda *rows: jnp.stack(rows), *(part["blocks"] for part in wanted[:3]))
+    assert oracle.error(got, {**wanted[3], "blocks": blocks}) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_per_block_takes_the_same_step_in_every_layout(name: str) -> None:
+    batch = {"inputs": np.arange(64).reshape(8, 8) % 32, "targets": np.arange(64).reshape(8, 8) % 7}
+    batch |= {"weights": np.ones((8, 8), np.float32)}
+
+    def params_after(strategy: str, **sizes: int) -> object:
+        with jax.numpy_dtype_promotion("standard"):
+            tx, mesh = jaxdist.per_block(OF_TENSORS[name]), make_mesh(**sizes)
+            model = gpt(dataclasses.replace(MODEL, style="llama"), max_length=8, param_dtype=jnp.float64)
+            options = StepOptions(strategy=strategy, precision="fp64")
+            state = place_params(model.init(jax.random.key(0)), tx, state_target(model, tx, mesh, options))
+            step = make_train_step(model, tx, mesh, options)
+            for _ in range(3):
+                state, _ = step(state, batch)
+        return jax.device_get(state.params)
+
+    with jax.enable_x64(True):
+        assert oracle.error(params_after("zero3", data=2, fsdp=2, tensor=2), params_after("ddp")) < 1e-9
 
 
 @pytest.mark.slow
