@@ -19,6 +19,7 @@ def project_files() -> dict[str, str]:
     recipe = (folder / "launch" / "slurm_gpu.sbatch").read_text(encoding="utf-8")
     assert SCRIPT_LINE in recipe
     recipe = recipe.replace(SCRIPT_LINE, 'jaxdist train "${CONFIG:-config.yaml}"')
+    recipe = recipe.replace(" mesh.data=-1", "")  # the project's mesh is all devices already
     recipe = recipe.replace("From the checkout, with its", "From this folder, with its")
     recipe = recipe.replace("configs/launch/slurm_gpu.sbatch", "slurm.sbatch").replace(
         "with slurm_node.sbatch, with ", ""

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from optax import MaskedNode
 
 from jaxdist.errors import UserError
-from jaxdist.specs import PyTree, path_name
+from jaxdist.specs import STACKED, PyTree, path_name
 
 
 def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequence[str] = ()) -> PyTree:
@@ -27,9 +27,11 @@ def fitting(tree: PyTree, patterns: Sequence[str], *, key: str, optional: Sequen
     names = [path_name(path) for path, _ in leaves]
     for pattern in patterns:
         if pattern not in optional and not any(fnmatch.fnmatchcase(name, pattern.lstrip("!")) for name in names):
+            some = pattern.lstrip("!").startswith((f"{STACKED}.[", *(f"{STACKED}.{digit}" for digit in range(10))))
+            mend = f"; all blocks are one array: for some, give optimizer.groups {{match: {pattern}, lr: 0}}"
             raise UserError(
                 f"{key}: {pattern!r} fits no parameter; allowed: patterns such as {names[0]!r} or "
-                f"'{names[0].partition('.')[0]}.*'; parameters: {', '.join(names[:40])}"
+                f"'{names[0].partition('.')[0]}.*'{mend * some}; parameters: {', '.join(names[:40])}"
             )
 
     def fits(name: str) -> bool:

@@ -150,8 +150,10 @@ def check_identity(
         key, (before, value) = next(iter(found.items()))
         others = {name: values for name, values in found.items() if name != key}
         also = f" (besides, {show_changes(others, 5)})" if others else ""
+        what = f"{key}: {value!r}, but the run in {folder} was started with {before!r}"
+        if key == "data.sha256":
+            what = f"data.path: other data ({value:.8}...) than the run in {folder} was started with ({before:.8}...)"
         raise UserError(
-            f"{key}: {value!r}, but the run in {folder} was started with {before!r}{also}; set it back, or start "
-            f"another run with --run-dir{'' if 'train.ema' in found else FORCE}"
+            f"{what}{also}; set it back, or start another run with --run-dir{'' if 'train.ema' in found else FORCE}"
         )
     return found

@@ -200,7 +200,7 @@ def test_init_writes_a_project(
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.yaml", "model.py", "README.md", "slurm.sbatch", ".gitignore"}
     recipe = (folder / "slurm.sbatch").read_text()
-    assert 'jaxdist train "${CONFIG:-config.yaml}" --run-dir' in recipe and "scripts/" not in recipe
+    assert 'jaxdist train "${CONFIG:-config.yaml}" --run-dir "$run_dir" "$@"' in recipe and "scripts/" not in recipe
     monkeypatch.chdir(folder)
     monkeypatch.delitem(sys.modules, "model", raising=False)
     assert load_config("config.yaml").model.name == "model.make"

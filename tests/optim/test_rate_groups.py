@@ -17,6 +17,7 @@ from jaxdist.config.sections.optimizer import GroupConfig, OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh
 from jaxdist.optim.make import make_optimizer
+from jaxdist.optim.patterns import fitting
 from jaxdist.specs import leaves_by_name
 
 CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.3, clip_norm=0.0, schedule="linear")
@@ -75,6 +76,16 @@ def test_each_group_moves_as_if_alone(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_rate_of_0_leaves_some_blocks_as_they_are() -> None:
+    stay, free = moved(replace(CONFIG, groups=(GroupConfig("blocks.[01].*", lr=0.0),))), moved(CONFIG)
+    for name, leaf in stay.items():
+        rows = slice(2 if name.startswith("blocks.") else 0, None)
+        assert np.array_equal(leaf[rows], free[name][rows])
+        assert not leaf[: rows.start].any() and (free[name] != 0).all()
+    with pytest.raises(UserError, match=r"fits no parameter; .*give optimizer.groups \{match: blocks.0.\*, lr: 0\}"):
+        fitting(tree(0), ("blocks.0.*",), key="optimizer.freeze")
+
+
 def test_without_a_decay_of_their_own() -> None:
     """Adafactor reads parameters for more than decay; rates alone are any optimizer's."""
     config = replace(CONFIG, name="adafactor")
@@ -120,7 +131,7 @@ def test_mistakes(config: dict[str, Any], message: str) -> None:
             "[embed.*]",
             r"optimizer.groups\[0\]: 'embed.\*' is given where a section belongs; allowed: {match, lr, decay}",
         ),
-        ("[{match: a, lr: -1}]", r"optimizer.groups\[0\].lr: -1.0 is out of range; allowed: a number > 0, or null"),
+        ("[{match: a, lr: -1}]", r"optimizer.groups\[0\].lr: -1.0 is out of range; allowed: a number >= 0, or null"),
         ("{match: a}", "optimizer.groups: a mapping is given where a list belongs; allowed: a list of sections"),
     ],
 )

@@ -19,6 +19,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import AXES
 from jaxdist.observe.report import RunRecord
 from jaxdist.observe.report.sections.plan import compared, plan_section
+from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.closed.sent import Transfer, rounds
@@ -26,7 +27,7 @@ from jaxdist.plan.explain import IN_HOST_MEMORY, explain
 from jaxdist.plan.search import choose
 from jaxdist.plan.search.choose import Predicted, predict_families, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
-from jaxdist.plan.search.reasons import others
+from jaxdist.plan.search.reasons import others, turns
 from jaxdist.plan.search.result import LayoutPlan, argue, layout_named, layout_plan_to_json, plan_layout, write_plan
 from jaxdist.plan.search.second_process import SecondProcess
 from jaxdist.plan.search.seconds import Seconds, hidden_share, seconds_of
@@ -383,6 +384,18 @@ def test_less_memory_turns_the_choice() -> None:
     alone = less._replace(fitting=[winner], tight=[*lost, *less.tight])
     told = others(alone, tie_of(alone.fitting, 0.1))
     assert told and all(each.why.startswith("does not fit: ") and "the most is " in each.why for each in told)
+
+
+@pytest.mark.parametrize("room", [1.1, 1.6, 2.0])
+def test_what_would_win_with_a_larger_batch_is_what_a_search_for_it_finds(room: float) -> None:
+    """The same layout in more microbatches is no other one."""
+    whole = search(tiny(), cluster(), KNOWN)
+    less = cluster(memory=room * min(each.peak for each in whole.fitting))
+    found = search(tiny(), less, KNOWN)
+    told = [turn for turn in turns(tiny(), found, tie_of(found.fitting, less.spread), KNOWN) if "a batch" in turn.what]
+    larger = changed(tiny(), {"data.global_batch": 2 * tiny().data.global_batch})
+    best = tie_of(search(larger, less, KNOWN).fitting, less.spread).winner.layout
+    assert [turn.winner.layout for turn in told] == ([] if room == 2.0 else [best])
 
 
 def test_a_report_has_the_plan_beside_the_run(plan: LayoutPlan) -> None:

@@ -131,7 +131,7 @@ def test_a_default_is_compared_by_its_value(finished: Path, configure: Configure
 DANGEROUS = [
     ("train.seed=1", "train.seed: 1,", "started with 0"),
     ("data.global_batch=16", "data.global_batch: 16,", "started with 8"),
-    ("data.path=OTHER", "data.sha256: ", "started with '"),
+    ("data.path=OTHER", "data.path: other data", "started with ("),
     ("model.dropout=0.1", "model.dropout: 0.1,", "started with 0.0"),
     ("precision=bf16", "precision.policy: 'bf16',", "started with 'fp32'"),
 ]

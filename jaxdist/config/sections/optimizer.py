@@ -37,7 +37,7 @@ class GroupConfig:
     """Parameters with a learning rate and a weight decay of their own."""
 
     match: str = setting("*", "a pattern of their names: 'embed.*', or with the number of a block 'blocks.0.*'")
-    lr: float | None = setting(None, "their peak learning rate; null: optimizer.lr", above=0)
+    lr: float | None = setting(None, "their peak learning rate, 0: they stay; null: optimizer.lr", at_least=0)
     decay: float | None = setting(None, "their weight decay; null: optimizer.weight_decay", at_least=0)
 
     @classmethod

@@ -1,10 +1,13 @@
 """The reasons of a plan: why the nearest others lost, and what would have to be true for another to win."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jaxdist.config.schema import Config
+from jaxdist.plan.calibration.file import REMATS
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
@@ -13,6 +16,7 @@ from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.space import Layout, kind_of_layout
 from jaxdist.specs import format_bytes
 
+_PARTS = "parallel.microbatches"
 FACTORS = (2, 4, 8, 16, 32, 64)
 
 
@@ -83,11 +87,29 @@ def turns(config: Config, found: Search, tie: Tie, known: Known) -> list[Turn]:
                 break  # a smaller change is enough
     for factor in (2, 4):
         larger = changed(config, {"data.global_batch": factor * config.data.global_batch})
-        winner = _winner(larger, found.cluster, among, known)
-        if winner is not None and winner.layout not in inside:
+        winner = _winner(larger, found.cluster, _for_more_rows(among, inside, factor), known)
+        if winner is not None and winner.layout not in inside | {_parts(each, factor) for each in inside}:
             turned.append(Turn(f"a batch {factor} x as large ({larger.data.global_batch:,})", winner))
             break
     return turned
+
+
+def _parts(layout: Layout, times: int, changes: Mapping[str, Any] = MappingProxyType({})) -> Layout:
+    """The layout with so many times the microbatches, and with other values of keys."""
+    values = layout.values
+    values[_PARTS] *= times
+    return Layout(tuple({**values, **changes}.items()))
+
+
+def _for_more_rows(among: Sequence[Layout], inside: Iterable[Layout], factor: int) -> list[Layout]:
+    """What may win with a larger batch: all layouts, also in more microbatches; those that win now with less memory."""
+    ways = [
+        {"memory.remat": remat, "memory.offload.optimizer": offload}
+        for remat, offload in itertools.product(REMATS, (False, True))
+    ]
+    found = [_parts(each, times) for each in among for times in (1, factor)]
+    found += [_parts(each, times, way) for each in inside for times in (1, factor) for way in ways]
+    return list(dict.fromkeys(found))
 
 
 def _winner(config: Config, cluster: PlanCluster, among: Iterable[Layout], known: Known) -> Predicted | None:

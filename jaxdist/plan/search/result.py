@@ -193,10 +193,11 @@ def launchable(plan: LayoutPlan, path: Path) -> str:
 
 
 def launch_command(plan: LayoutPlan, path: str) -> str:
-    """The command that trains with a plan's YAML."""
+    """The command that trains with a plan's YAML. What differs between hosts and clusters is in capitals."""
     if plan.cluster.hosts == 1:
         return f"jaxdist train {path}"
-    return f"jaxdist launch --nnodes {plan.cluster.hosts} --node-rank R --coordinator HOST:PORT -- jaxdist train {path}"
+    job = f"-n 1 --nnodes {plan.cluster.hosts} --node-rank R --coordinator HOST:PORT --token-file FILE"
+    return f"jaxdist launch {job} -- jaxdist train {path} --run-dir SHARED/DIR"
 
 
 def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:
