@@ -251,7 +251,7 @@ def test_a_run_from_before_token_types_were_in_the_identity(tmp_path: Path) -> N
         ("model.width=32", "model.width"),
         ("train.seed=1", "train.seed"),
         ("data.seq_len=8", "data.seq_len"),
-        ("data.path=OTHER", "data.sha256"),
+        ("data.path=OTHER", "data.path"),
         ("optimizer.name=sgd", "optimizer.name"),
         ("precision=bf16", "precision.policy"),
     ],
