@@ -212,6 +212,15 @@ def test_rules_that_make_no_sense(rules: Any, message: str) -> None:
         )
 
 
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_two_parameters_of_one_name_are_refused_before_training(rows: int, as_function: bool) -> None:
+    """A checkpoint could not tell them apart."""
+    params = {"a.b": jnp.ones(4), "a": {"b": jnp.ones(rows)}}
+    with pytest.raises(UserError, match=r"^a\.b: two leaves of the tree have this path; rename a key"):
+        init_state((lambda key: params) if as_function else params, optax.sgd(0.1), make_mesh(fsdp=4))
+
+
 @pytest.mark.parametrize("strategy", others_slow(["zero1", "zero2", "zero3"], "zero3"))
 def test_a_tree_named_like_a_model_is_none(strategy: str) -> None:
     params = {"embed": jnp.ones((8, 8)), "blocks": [{"w": jnp.ones((8, 8))}], "head": jnp.ones((8, 8))}
