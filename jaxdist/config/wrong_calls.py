@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxdist.config.rules.pipeline import divisors, multiples_around, near
 from jaxdist.errors import UserError, nearest
 
 _ALLOWED = {
@@ -67,3 +68,24 @@ def refuse_dim(name: str, shape: Sequence[int], dim: int, parts: Mapping[str, in
     raise UserError(
         f"{name}: dim {dim} of {tuple(shape)} is {size}, not divisible by {over}; change the width or the mesh"
     )
+
+
+def refuse_rows(batch: int, parts: Mapping[str, int], key: str, *, of_call: bool) -> NoReturn:
+    """Raise the `UserError` for a batch whose rows do not divide into `parts`. key: see `check_rows`.
+
+    of_call: whether the key is an argument of a call, which is an array, not a number.
+    """
+    count = math.prod(parts.values())
+    one = ("does not divide by", "is no batch, give a multiple of", "batch sizes")
+    many = ("rows do not divide by", "rows are no batch, give a multiple of", "numbers of rows")
+    over, none, sizes = many if of_call else one
+    text = (
+        f"{key}: {batch} {over if batch else none} {count}"
+        f" ({' x '.join(f'{name} {size}' for name, size in parts.items())});"
+        f" nearest {sizes} that work: {near(multiples_around(batch, count), batch)}"
+    )
+    if microbatches := parts.get("microbatches"):
+        ranks = count // microbatches
+        counts = near(divisors(batch // ranks), microbatches) if batch and batch % ranks == 0 else "none"
+        text += f"; {'' if of_call else 'parallel.'}microbatches that work with {batch}: {counts}"
+    raise UserError(text)

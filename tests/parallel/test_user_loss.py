@@ -134,7 +134,7 @@ def test_a_batch_that_does_not_divide_is_named() -> None:
         jax.enable_x64(True),
         pytest.raises(
             UserError,
-            match=r"global_batch: 32 does not divide by 24 \(.*microbatches 3\).*work: 24, 48; .*with 32: 1, 2, 4",
+            match=r"^batch: 32 rows do not divide by 24 \(.*microbatches 3\).*work: 24, 48; micro.*with 32: 1, 2, 4",
         ),
     ):
         train(rnn_loss, make_params(), sizes={"data": 8}, microbatches=3)
