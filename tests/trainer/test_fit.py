@@ -670,6 +670,19 @@ def test_an_evaluation_is_tried_first(data: Any, line: str, tmp_path: Path) -> N
         fit(batches(4), tmp_path, eval_data=data, callbacks=[lambda *_: pytest.fail("a step was taken")])
 
 
+def test_a_run_that_goes_on_in_another_layout_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    fit(batches(4), tmp_path, steps=2)
+    fit(batches(4), tmp_path, steps=3)
+    assert "after step 2, with train.steps 2 -> 3\n" in capsys.readouterr().out
+    double = [jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), batch) for batch in batches(4)]
+    sums = jaxdist.Precision(param=jnp.float32, compute=jnp.float32, reduce=jnp.bfloat16)
+    given = {"strategy": "ddp", "microbatches": 2, "precision": sums}
+    fit(double, tmp_path, steps=4, mesh=jaxdist.make_mesh(data=2, fsdp=4), **given)
+    layout = 'mesh.data 1 -> 2, mesh.fsdp 8 -> 4, strategy "zero3" -> "ddp", microbatches 1 -> 2'
+    rest = 'precision "fp32" -> "float32 float32 bfloat16", rows 8 -> 16'
+    assert f"after step 3, with train.steps 3 -> 4, {layout}, {rest}\n" in capsys.readouterr().out
+
+
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no params": ({"params": None}, "params: None; a loss_fn of your own needs them"),
     "ema": ({"ema": 1.0}, "ema: 1.0; allowed: a number between 0 and 1"),
