@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxdist.config.rules.pipeline import divisors, multiples_around, near
 from jaxdist.errors import UserError, nearest
 
 _ALLOWED = {
@@ -70,9 +69,10 @@ def refuse_dim(name: str, shape: Sequence[int], dim: int, parts: Mapping[str, in
     )
 
 
-def refuse_rows(batch: int, parts: Mapping[str, int], key: str, *, of_call: bool) -> NoReturn:
+def refuse_rows(batch: int, parts: Mapping[str, int], key: str, *, near: str, counts: str, of_call: bool) -> NoReturn:
     """Raise the `UserError` for a batch whose rows do not divide into `parts`. key: see `check_rows`.
 
+    near, counts: the nearest numbers of rows, and of microbatches, that work.
     of_call: whether the key is an argument of a call, which is an array, not a number.
     """
     count = math.prod(parts.values())
@@ -82,10 +82,8 @@ def refuse_rows(batch: int, parts: Mapping[str, int], key: str, *, of_call: bool
     text = (
         f"{key}: {batch} {over if batch else none} {count}"
         f" ({' x '.join(f'{name} {size}' for name, size in parts.items())});"
-        f" nearest {sizes} that work: {near(multiples_around(batch, count), batch)}"
+        f" nearest {sizes} that work: {near}"
     )
-    if microbatches := parts.get("microbatches"):
-        ranks = count // microbatches
-        counts = near(divisors(batch // ranks), microbatches) if batch and batch % ranks == 0 else "none"
+    if "microbatches" in parts:
         text += f"; {'' if of_call else 'parallel.'}microbatches that work with {batch}: {counts}"
     raise UserError(text)

@@ -51,7 +51,7 @@ from jaxdist.step import make_train_step
 from jaxdist.trainer.evaluation import Ending, averaged, own_evaluation
 from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step
 from jaxdist.trainer.nonfinite import NonFinite
-from jaxdist.trainer.resume import changed_layout, layout_of, show_changes
+from jaxdist.trainer.resume import changed_layout, laid_out, show_changes
 from jaxdist.trainer.run import RunPlan, TrainingRun, Work, make_outputs, restore_or_init, run_environment
 from jaxdist.trainer.saving import all_saved, settle
 from jaxdist.trainer.train import claim, loop, run_directory, time_limit
@@ -348,7 +348,7 @@ def _begin(
         if jax.process_count() > 1:
             watch.agree(facts_of_step(parts, mesh, batch))
 
-    layout = layout_of(mesh, parts.options, rows)
+    layout = laid_out(mesh, parts.options, rows)
     progress.changed |= changed_layout(progress.meta, layout)
 
     def record(step: int) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[An
     return {key: [before[key], value] for key, value in now.items() if key in before and before[key] != value}
 
 
-def layout_of(mesh: Mesh, options: StepOptions, rows: int) -> dict[str, Any]:
+def laid_out(mesh: Mesh, options: StepOptions, rows: int) -> dict[str, Any]:
     """How a run of `jaxdist.fit` is laid out, as its record holds it beside `config`. rows: of a global batch; 0 where
     no batch was read."""
     precision, strategy = options.precision, options.strategy
@@ -138,7 +138,7 @@ def layout_of(mesh: Mesh, options: StepOptions, rows: int) -> dict[str, Any]:
 
 
 def changed_layout(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """What differs of `layout_of`, as of `changed_settings`; nothing where an older version saved none."""
+    """What differs of `laid_out`, as of `changed_settings`; nothing where an older version saved none."""
     before = saved.get("layout", {})
     return {key: [before[key], value] for key, value in now.items() if before.get(key, value) != value}
 

@@ -3,16 +3,20 @@
 import math
 from collections.abc import Mapping
 
-GLOBAL_BATCH = "data.global_batch"
+from jaxdist.config.rules.pipeline import divisors, multiples_around, near
 
 
-def check_rows(batch: int, parts: Mapping[str, int], key: str = GLOBAL_BATCH) -> None:
+def check_rows(batch: int, parts: Mapping[str, int], key: str = "data.global_batch") -> None:
     """Raise `UserError` unless the rows of a global batch divide into these parts.
 
     parts: how many by each setting, such as {"data": 4, "fsdp": 2, "expert": 1, "microbatches": 2}.
     key: what says the number of rows: the key of a configuration, or the argument of a call in Python.
     """
-    if not batch or batch % math.prod(parts.values()):
+    count, micro = math.prod(parts.values()), parts.get("microbatches", 1)
+    if not batch or batch % count:
         from jaxdist.config.wrong_calls import refuse_rows
 
-        refuse_rows(batch, parts, key, of_call=key != GLOBAL_BATCH)
+        of_rank, over = divmod(batch, count // micro)
+        counts = near([] if over or not batch else divisors(of_rank), micro)
+        works = {"near": near(multiples_around(batch, count), batch), "counts": counts}
+        refuse_rows(batch, parts, key, **works, of_call=key != "data.global_batch")
