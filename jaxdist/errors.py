@@ -12,8 +12,11 @@ _OTHER_NAMES = {  # what people call it elsewhere -> what it is called here
     "adam": "adamw", "dp": "data", "tp": "tensor", "mp": "tensor", "pp": "pipe", "sp": "sequence_parallel",
     "batch_size": "global_batch", "learning_rate": "lr", "n_layers": "layers", "num_layers": "layers",
     "n_heads": "heads", "num_heads": "heads", "d_model": "width", "hidden_size": "width", "vocab_size": "vocab",
-    "max_steps": "steps", "accumulation_steps": "microbatches", "fsdp": "zero3", "hsdp": "zero3", "cuda": "gpu",
+    "max_steps": "steps", "fsdp": "zero3", "hsdp": "zero3", "cuda": "gpu",
     "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16", "1f1b": "one_f_one_b",
+    **dict.fromkeys((
+        "accumulation_steps", "accum_steps", "accumulate", "accumulate_grad_batches", "grad_accum", "grad_accum_steps",
+        "gradient_accumulation", "gradient_accumulation_steps", "num_microbatches", "micro_batches"), "microbatches"),
 }  # fmt: skip
 
 

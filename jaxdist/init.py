@@ -21,6 +21,7 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.specs import (
+    STACKED,
     PyTree,
     claimed_axes,
     entry_axes,
@@ -29,6 +30,7 @@ from jaxdist.specs import (
     path_name,
     placed_specs,
     spec_axes,
+    spec_leaves,
     without_idle,
 )
 from jaxdist.state import TrainState, abstract_state, allocate, place_params, shardings_of
@@ -81,20 +83,17 @@ def apply_rules(specs: PyTree, rules: Sequence[tuple[str, P]]) -> PyTree:
 
 
 def check_divisible(shapes: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
-    """Raise `UserError` with parameter, dim and axis if a dim is not divisible by the axes over which it is split."""
-
-    def check(path: tuple[Any, ...], spec: P, shape: jax.ShapeDtypeStruct) -> None:
+    """Raise `UserError` with parameter, dim and axis if a dim is not divisible by the axes over which it is split, and
+    for two parameters of one name, which no checkpoint can tell apart."""
+    for (name, shape), spec in zip(leaves_by_name(shapes).items(), spec_leaves(specs), strict=True):
         if len(spec) > len(shape.shape):
-            raise UserError(f"{path_name(path)}: spec {spec} has more entries than the shape {shape.shape} has dims")
+            raise UserError(f"{name}: spec {spec} has more entries than the shape {shape.shape} has dims")
         for dim, entry in enumerate(spec):
-            parts = math.prod(mesh.shape[axis] for axis in entry_axes(entry))
-            if shape.shape[dim] % parts:
-                raise UserError(
-                    f"{path_name(path)}: dim {dim} of {tuple(shape.shape)} is {shape.shape[dim]}, not divisible by "
-                    f"{'*'.join(entry_axes(entry))}={parts}; change the width or the mesh"
-                )
+            if shape.shape[dim] % math.prod(mesh.shape[axis] for axis in entry_axes(entry)):
+                from jaxdist.config.wrong_calls import refuse_dim
 
-    jax.tree_util.tree_map_with_path(check, specs, shapes, is_leaf=lambda node: isinstance(node, P))
+                stacked = dim == 0 and entry_axes(entry) == ("pipe",) and name.startswith(f"{STACKED}.")
+                refuse_dim(name, shape.shape, dim, {axis: mesh.shape[axis] for axis in entry_axes(entry)}, stacked)
 
 
 def on_host(target: PyTree) -> PyTree:

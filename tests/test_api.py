@@ -81,7 +81,7 @@ def test_what_is_wrong_with_a_batch_is_said_whatever_the_state() -> None:
     step = make_train_step(square, SGD, mesh, strategy="zero3")
     state, metrics = step(init_state({"w": jnp.eye(8)}, SGD, mesh, strategy="zero3"), rows)
     for loose in (jax.tree.map(jnp.asarray, jax.device_get(state)), jax.device_get(state)):
-        with pytest.raises(UserError, match="data.global_batch: 7 does not divide by 8"):
+        with pytest.raises(UserError, match="^batch: 7 rows do not divide by 8"):
             step(loose, rows[:7])
     again = step(jax.device_get(state), rows)[1]["loss"]
     assert float(again) == float(step(state, rows)[1]["loss"]) != float(metrics["loss"])

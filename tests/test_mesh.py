@@ -144,6 +144,9 @@ def test_bytes_and_dims() -> None:
     assert array.addressable_shards[0].data.nbytes == bytes_per_device(leaf, spec, mesh)
     with pytest.raises(UserError, match=r"w: dim 1 of \(16, 6\) is 6, not divisible by tensor=4"):
         check_divisible({"w": jax.ShapeDtypeStruct((16, 6), jnp.float32)}, {"w": P(None, "tensor")}, mesh)
+    blocks, over_pipe = {"blocks": {"w": jax.ShapeDtypeStruct((3, 6), jnp.float32)}}, {"blocks": {"w": P("pipe")}}
+    with pytest.raises(UserError, match=r"blocks.w: .* number of blocks, 3, not .* pipe=2; .*arrange\(model, stages=2"):
+        check_divisible(blocks, over_pipe, make_mesh(pipe=2))
 
 
 def test_batch_specs_split_alike() -> None:

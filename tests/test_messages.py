@@ -177,7 +177,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a batch of no rows": (
         lambda: step_of_two(lambda state: (state, ROWS[:0])),
-        ["data.global_batch: 0 is no batch, give a multiple of 2"],
+        ["batch: 0 rows are no batch, give a multiple of 2"],
     ),
     "no schedule": (lambda: run({}, {"schedule": None}), ["parallel.schedule: ", "it is a NoneType", "accumulate"]),
 }

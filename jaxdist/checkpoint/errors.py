@@ -1,15 +1,9 @@
 """Failures to save and to read checkpoints, each in one line."""
 
-import operator
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
 
 from jaxdist.checkpoint.barrier import FailedElsewhere
 from jaxdist.errors import UserError
@@ -35,49 +29,6 @@ def why(error: Exception) -> str:
         code = int(found[1])
     text = " ".join(str(error).split())
     return os.strerror(code) if code else f"{type(error).__name__}: {text[:200]}"
-
-
-def check_save(step: Any, meta: Any, latest: int | None) -> tuple[int, dict[str, Any]]:
-    """The number and the record of a checkpoint to save, as orbax takes them. Raises `UserError` for what it does not.
-
-    latest: the newest step that is saved.
-    """
-    if not hasattr(step, "__index__") or (number := operator.index(step)) < 0:
-        raise UserError(f"step: {step!r:.60}; allowed: an integer >= 0; give int(state.step)")
-    if latest is not None and number <= latest:
-        raise UserError(
-            f"step: {number} is not after step {latest}, which is saved; allowed: {latest + 1} or more; give a later"
-            " one, or use another folder"
-        )
-    if not isinstance(meta, Mapping):
-        raise UserError(f"meta: is a {type(meta).__name__}; allowed: a dict; give {{}} for an empty record")
-    return number, _as_json(meta, "meta")
-
-
-def _as_json(value: Any, where: str) -> Any:
-    """A value as JSON holds it: scalars of jax and NumPy become numbers. Raises `UserError` for what is none."""
-    if isinstance(value, Mapping):
-        return {key: _as_json(each, f"{where}.{key}") for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(each, f"{where}[{i}]") for i, each in enumerate(value)]
-    if isinstance(value, np.generic | np.ndarray | jax.Array) and not value.ndim:
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    mend = "give its .tolist()" if isinstance(value, np.ndarray | jax.Array) else "leave it out, or give a text"
-    raise UserError(
-        f"{where}: is a {type(value).__name__}; allowed: texts, numbers, null, and lists and dicts of these; {mend}"
-    )
-
-
-def folder_of_step(folder: Path, step: int) -> Path:
-    """The folder of a step's checkpoint. Raises `UserError` where there is none, naming the steps that have one."""
-    if not (own := folder / str(step)).is_dir():
-        names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-        there = ", ".join(sorted(filter(str.isdecimal, names), key=int))
-        allowed = f"{there}; give one of these" if there else "none, as nothing is saved there; save a step first"
-        raise UserError(f"step: {step} has no checkpoint in {folder}; allowed: {allowed}")
-    return own
 
 
 def only_in(saved: Collection[str], asked: Collection[str]) -> str:

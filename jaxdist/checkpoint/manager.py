@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdist.checkpoint.arguments import check_save, folder_of_step, folder_of_user, whole_state
 from jaxdist.checkpoint.background import own_copy, writers_step_back
 from jaxdist.checkpoint.barrier import Entered, SaveBarrier, not_watched, share_failures
 from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
@@ -34,7 +35,7 @@ from jaxdist.checkpoint.checksums import (
     check_files,
     record_of,
 )
-from jaxdist.checkpoint.errors import FAILURES, SaveFailed, check_save, folder_of_step, only_in, reading, why
+from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, why
 from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
 from jaxdist.errors import UserError
 from jaxdist.files.regular import identity_of, name_aside, remove_empty
@@ -76,7 +77,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         keep: int,
         keep_every: int = 0,
@@ -84,9 +85,7 @@ class Checkpoints:
         order: np.ndarray | None = None,
         entered: Entered = not_watched,
     ) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
-        self._folder, self._order = folder.absolute(), between(None, order)
+        self._folder, self._order = folder_of_user(folder), between(None, order)
         self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier(entered)
         self._is_finite = jax.jit(tree_is_finite)
         self._manager = self._open()
@@ -208,7 +207,7 @@ class Checkpoints:
         loss: of an evaluation, for `keep_best`. Raises FloatingPointError, and writes nothing, where parameters or
         optimizer state are not finite; `SaveFailed` if the previous save has not landed, or this one cannot begin.
         """
-        if not self._is_finite((state.params, state.opt_state)):
+        if not self._is_finite((whole_state(state, "state").params, state.opt_state)):
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
         self.wait()
         step, meta = check_save(step, meta, self.latest())
@@ -259,6 +258,7 @@ class Checkpoints:
         Raises `UserError` for a damaged checkpoint, and for another model or optimizer: orbax would restore changed
         bytes, and cast dtypes, silently. Warns about a checkpoint of an older version, without checksums.
         """
+        whole_state(target, "target")
         self._verify(step)
         saved = saved_order(self.meta(step))
         rows = between(saved, self._order)

@@ -141,10 +141,11 @@ def make_group(axis: Axes, groups: Groups | None = None) -> Group:
     if groups is None:
         return replace(Group.of(*sizes), axes=axes)
     total = math.prod(sizes)
-    members = tuple(tuple(group) for group in groups)
-    ranks = [rank for group in members for rank in group]
-    if not ranks or len({len(group) for group in members}) > 1:
-        raise UserError(f"groups={members}: give at least one group, all of the same size")
+    lists = hasattr(groups, "__iter__") and all(hasattr(group, "__iter__") for group in groups)
+    members = tuple(tuple(group) for group in groups) if lists else ()
+    ranks = [rank for group in members for rank in group if hasattr(rank, "__index__")]
+    if not ranks or len({len(group) for group in members}) > 1 or len(ranks) < sum(map(len, members)):
+        raise UserError(f"groups={groups!r:.80}: give at least one group, a list of ranks, all of the same size")
     if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= total:
         raise UserError(f"groups={members}: each rank from 0 to {total - 1} may be in one group, once")
     return Group(axes, members, 1)

@@ -1,6 +1,7 @@
 """Wrong arguments of calls in Python, each refused in one line. Imported once something is wrong. Imports no jax."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxdist.errors import UserError, nearest
@@ -49,3 +50,40 @@ def refuse_whole(name: str, spec: Any, options: Any, *, own: bool) -> NoReturn:
         f" shards {name} as {spec} with min_shard_bytes={options.min_shard_bytes}; give init_state and"
         f" make_train_step the same options, as init_state(..., {chosen}){rules}"
     )
+
+
+def refuse_dim(name: str, shape: Sequence[int], dim: int, parts: Mapping[str, int], stacked: bool) -> NoReturn:
+    """Raise the `UserError` for a dim of the parameter `name` that the sizes of the mesh axes do not divide.
+
+    parts: these sizes. stacked: whether the dim is that of the blocks of a model.
+    """
+    size, over = shape[dim], f"{'*'.join(parts)}={math.prod(parts.values())}"
+    if stacked:
+        raise UserError(
+            f"{name}: dim 0 of {tuple(shape)} is the number of blocks, {size}, not divisible by {over}; allowed:"
+            " another number of blocks, another pipe, or stages of unequal sizes, by"
+            f" jaxdist.parallel.pipeline.stages.arrange(model, stages={parts['pipe']}, blocks=(...))"
+        )
+    raise UserError(
+        f"{name}: dim {dim} of {tuple(shape)} is {size}, not divisible by {over}; change the width or the mesh"
+    )
+
+
+def refuse_rows(batch: int, parts: Mapping[str, int], key: str, *, near: str, counts: str, of_call: bool) -> NoReturn:
+    """Raise the `UserError` for a batch whose rows do not divide into `parts`. key: see `check_rows`.
+
+    near, counts: the nearest numbers of rows, and of microbatches, that work.
+    of_call: whether the key is an argument of a call, which is an array, not a number.
+    """
+    count = math.prod(parts.values())
+    one = ("does not divide by", "is no batch, give a multiple of", "batch sizes")
+    many = ("rows do not divide by", "rows are no batch, give a multiple of", "numbers of rows")
+    over, none, sizes = many if of_call else one
+    text = (
+        f"{key}: {batch} {over if batch else none} {count}"
+        f" ({' x '.join(f'{name} {size}' for name, size in parts.items())});"
+        f" nearest {sizes} that work: {near}"
+    )
+    if "microbatches" in parts:
+        text += f"; {'' if of_call else 'parallel.'}microbatches that work with {batch}: {counts}"
+    raise UserError(text)

@@ -90,7 +90,7 @@ class Placing:
                 raise UserError(f"{where}: {name} has {count} rows, and {next(iter(counts))} has {rows}; give as many")
         if len(set(every := from_all(rows))) > 1:
             raise UserError(f"{where} has {', '.join(map(str, every))} rows in the processes; give as many in each")
-        check_rows(rows * self._copies, self._parts)
+        check_rows(rows * self._copies, self._parts, where)
 
 
 class OwnBatches:

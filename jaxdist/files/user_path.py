@@ -19,7 +19,7 @@ def user_path(where: str | Path, *, key: str) -> Path:
         (path / _INSIDE).stat()
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a character of code 0
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # ValueError: a character of code 0
         shown = repr(str(where) if len(str(where)) <= _SHOWN else f"{str(where)[: _SHOWN - 3]}...")
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise UserError(f"{key}: {shown}: {reason}; give a path that this system takes") from None

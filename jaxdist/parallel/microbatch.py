@@ -24,8 +24,8 @@ def check_batch_shape(batch: PyTree, mesh: AnyMesh, options: StepOptions) -> Non
         raise UserError(f"batch: has leaves of shapes {shapes!s:.200}; allowed: arrays with the same dim 0, of rows")
     parts = {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": options.microbatches}
     if options.grad_sync.deterministic:  # its microbatches are the virtual shards of a device
-        parts = {"parallel.grad_sync.virtual_shards": options.grad_sync.virtual_shards}
-    check_rows(shapes[0][0], parts)
+        parts = {"grad_sync.virtual_shards": options.grad_sync.virtual_shards}
+    check_rows(shapes[0][0], parts, "batch")
 
 
 def check_global(batch: PyTree) -> None:

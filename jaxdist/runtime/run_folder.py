@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append
+from jaxdist.files.user_path import user_path
 
 RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds its checkpoints
 ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
@@ -63,7 +64,7 @@ def run_directory_of(command: Sequence[str], environ: Mapping[str, str]) -> Path
     given = given_run_directory(command, environ)
     after = command[list(command).index("train") + 1 :] if "train" in command else ()
     named = next((word for word in after if not word.startswith("-") and "=" not in word), "run.yaml")
-    return Path(given) if given else new_run_directory(_option(command, "--config") or named)
+    return user_path(given, key="--run-dir") if given else new_run_directory(_option(command, "--config") or named)
 
 
 def refuse_strangers(folder: Path) -> None:

@@ -51,7 +51,7 @@ from jaxdist.step import make_train_step
 from jaxdist.trainer.evaluation import Ending, averaged, own_evaluation
 from jaxdist.trainer.failures.same_program import facts_of_start, facts_of_step
 from jaxdist.trainer.nonfinite import NonFinite
-from jaxdist.trainer.resume import show_changes
+from jaxdist.trainer.resume import changed_layout, laid_out, show_changes
 from jaxdist.trainer.run import RunPlan, TrainingRun, Work, make_outputs, restore_or_init, run_environment
 from jaxdist.trainer.saving import all_saved, settle
 from jaxdist.trainer.train import claim, loop, run_directory, time_limit
@@ -330,14 +330,13 @@ def _begin(
     ending = Ending(given.patience)
     ending.restore(progress.meta)
     watch.crumbs.enter("first batch")
-    axes = {axis: mesh.shape[axis] for axis in BATCH_AXES}
-    microbatches = {"microbatches": parts.options.on(mesh).microbatches}
+    split = {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": parts.options.on(mesh).microbatches}
     batches, evaluate, rows = None, None, 0
     if progress.first_step < config.train.steps and not ending.is_over:
         first = progress.first_step + progress.passed
         batches = OwnBatches(
             given.data,
-            Placing(plan.sharding, axes | microbatches, "data"),
+            Placing(plan.sharding, split, "data"),
             first=first,
             position=progress.meta.get("fit", {}).get("position"),
             keep=config.data.prefetch + 4,
@@ -349,23 +348,24 @@ def _begin(
         if jax.process_count() > 1:
             watch.agree(facts_of_step(parts, mesh, batch))
 
+    layout = laid_out(mesh, parts.options, rows)
+    progress.changed |= changed_layout(progress.meta, layout)
+
     def record(step: int) -> dict[str, Any]:
         position = batches and batches.position(step + progress.passed)
         forced = {"forced": progress.forced} if progress.forced else {}
-        settings = {"config": settings_by_key(config), "train": {"seed": config.train.seed}}
+        settings = {"config": settings_by_key(config), "train": {"seed": config.train.seed}, "layout": layout}
         return {**settings, "batches_passed": progress.passed, "fit": {"position": position}, **ending.saved, **forced}
 
     run = TrainingRun(
         plan=plan, progress=progress, outputs=outputs, record=record, baselines={}, watch=watch, cache=cache
     )
-    tell = functools.partial(_tell, ending, given.callbacks)
-    nothing = lambda number: ()  # noqa: E731
-    batch_of = nothing if batches is None else batches.batch
+    batch_of: Callable[[int], PyTree] = (lambda number: ()) if batches is None else batches.batch
     work = Work(
         batch=batch_of,
         per_step=(rows, "samples"),
         evaluate=evaluate,
-        recorded=tell,
+        recorded=functools.partial(_tell, ending, given.callbacks),
         ends=ending,
         restored=ending.restore,
     )

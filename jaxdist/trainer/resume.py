@@ -6,11 +6,17 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
 from jaxdist.config.load import settings_by_key
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.local import LOCAL
 from jaxdist.data import Source, kind_of
 from jaxdist.errors import UserError
+from jaxdist.mesh import sizes_of
+from jaxdist.parallel.options import StepOptions
+from jaxdist.precision.policy import POLICIES
 
 FORCE = ", or checkpoint.resume=force to go on all the same"
 LEARNS = ("temperature", "mixing")  # of section distill
@@ -115,6 +121,26 @@ def changed_settings(saved: dict[str, Any], config: Config) -> dict[str, list[An
     now = _as_saved(settings_by_key(config))
     del now["checkpoint.resume"]
     return {key: [before[key], value] for key, value in now.items() if key in before and before[key] != value}
+
+
+def laid_out(mesh: Mesh, options: StepOptions, rows: int) -> dict[str, Any]:
+    """How a run of `jaxdist.fit` is laid out, as its record holds it beside `config`. rows: of a global batch; 0 where
+    no batch was read."""
+    precision, strategy = options.precision, options.strategy
+    named = (name for name, policy in POLICIES.items() if policy == precision._replace(loss_scale=policy.loss_scale))
+    return {
+        **{f"mesh.{axis}": size for axis, size in sizes_of(mesh).items()},
+        "strategy": strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "your own"),
+        "microbatches": options.on(mesh).microbatches,
+        "precision": next(named, None) or " ".join(jnp.dtype(each).name for each in precision[:3]),
+        **({"rows": rows} if rows else {}),
+    }
+
+
+def changed_layout(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """What differs of `laid_out`, as of `changed_settings`; nothing where an older version saved none."""
+    before = saved.get("layout", {})
+    return {key: [before[key], value] for key, value in now.items() if before.get(key, value) != value}
 
 
 def show_changes(changed: dict[str, list[Any]], limit: int | None = None) -> str:

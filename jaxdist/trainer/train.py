@@ -24,6 +24,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
 from jaxdist.data import prefetch
 from jaxdist.errors import RunStopped, UserError
+from jaxdist.files.user_path import user_path
 from jaxdist.observe.environment import versions
 from jaxdist.optim.make import learning_rates
 from jaxdist.plan.auto_remat import start_fitting
@@ -201,7 +202,7 @@ def run_directory(given: str | None, config_path: str, *, make: bool = False) ->
     """The folder of a run: the given one, else the launcher's, else a new one under runs/ named after the configuration
     and the time. make: a new one is made."""
     given = given if given is not None else os.environ.get(RUN_DIR) or None
-    folder = Path(given) if given is not None else new_run_directory(config_path, make=make)
+    folder = user_path(given, key="--run-dir") if given is not None else new_run_directory(config_path, make=make)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--run-dir: {given} is a file; give a folder, new or of a run to resume")
     return folder

@@ -169,6 +169,11 @@ def test_scalars_in_the_record_become_numbers(one_saved: tuple[Checkpoints, Trai
         (lambda c, s: c.save(5, s, {"a": np.ones(3)}), r"^meta.a: is a ndarray; .*; give its .tolist\(\)$"),
         (lambda c, s: c.restore(5, s), "^step: 5 has no checkpoint in .*; allowed: 4; give one of these$"),
         (lambda c, s: c.meta(5), "^step: 5 has no checkpoint in .*; allowed: 4; give one of these$"),
+        (lambda c, s: c.restore("4", s), "^step: '4'; allowed: an integer >= 0; give int"),
+        (lambda c, s: c.meta("4"), "^step: '4'; allowed: an integer >= 0; give int"),
+        (lambda c, s: c.save(5, s.params, {}), "^state: is a dict; allowed: a TrainState, as .*; give the whole"),
+        (lambda c, s: c.restore(4, s.params), "^target: is a dict; allowed: a TrainState, as "),
+        (lambda c, s: Checkpoints(4, keep=1), "^folder: '4': .*; give a path that this system takes$"),
     ],
 )
 def test_what_cannot_be_saved_or_restored_is_said_at_the_call(
@@ -176,6 +181,14 @@ def test_what_cannot_be_saved_or_restored_is_said_at_the_call(
 ) -> None:
     with pytest.raises(UserError, match=line):
         act(*one_saved)
+
+
+def test_a_folder_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ is expanded."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (str(tmp_path / "a"), "~/b"):
+        Checkpoints(folder, keep=1).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_nothing_is_saved_there(tmp_path: Path, one_saved: tuple[Checkpoints, TrainState]) -> None:

@@ -105,6 +105,9 @@ def test_groups_across_two_axes_and_with_int8() -> None:
     [
         ((), "at least one group"),
         (((0, 1), (2,)), "all of the same size"),
+        ([0, 1], "give at least one group, a list of ranks"),
+        (2, "give at least one group, a list of ranks"),
+        (["01", "23"], "give at least one group, a list of ranks"),
         (((),), "at least one group"),
         (((0, 1), (1, 2)), "each rank from 0 to 3 may be in one group, once"),
         (((0, 0),), "each rank from 0 to 3 may be in one group, once"),
@@ -113,7 +116,7 @@ def test_groups_across_two_axes_and_with_int8() -> None:
     ],
     ids=str,
 )
-def test_wrong_groups_are_named_in_one_line(groups: Groups, message: str) -> None:
+def test_wrong_groups_are_named_in_one_line(groups: Any, message: str) -> None:
     for function in (all_reduce, lambda x, axis, **kind: send_recv(x, axis, 1, **kind)):
         with pytest.raises(UserError, match=f"groups=.*{message}") as error:
             on_every_device(lambda x, f=function: f(x, "data", groups=groups), np.zeros((4, 2)), data=4)

@@ -349,6 +349,11 @@ def test_nearest(word: str, name: str | None) -> None:
     assert nearest(word, ["data", "fsdp", "tensor"]) == name
 
 
+@pytest.mark.parametrize("word", ["grad_accum", "gradient_accumulation_steps", "accumulate_grad_batches"])
+def test_other_names_of_microbatches(word: str) -> None:
+    assert nearest(word, ["grad_sync", "microbatches", "prefetch"]) == "microbatches"
+
+
 def test_reference_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "docs" / "config_reference.py")],

@@ -817,6 +817,8 @@ def test_run_directory_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXDIST_RUN_DIR", str(found))
     assert run_directory(None, "configs/quick.yaml") == found
     assert run_directory("own", "configs/quick.yaml") == Path("own")
+    monkeypatch.setenv("HOME", "/home/own")
+    assert run_directory("~/a", "") == run_directory_of(["x", "--run-dir=~/a"], {}) == Path("/home/own/a")
 
 
 @pytest.mark.parametrize(

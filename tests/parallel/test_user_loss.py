@@ -134,7 +134,7 @@ def test_a_batch_that_does_not_divide_is_named() -> None:
         jax.enable_x64(True),
         pytest.raises(
             UserError,
-            match=r"global_batch: 32 does not divide by 24 \(.*microbatches 3\).*work: 24, 48; .*with 32: 1, 2, 4",
+            match=r"^batch: 32 rows do not divide by 24 \(.*microbatches 3\).*work: 24, 48; micro.*with 32: 1, 2, 4",
         ),
     ):
         train(rnn_loss, make_params(), sizes={"data": 8}, microbatches=3)
@@ -210,6 +210,15 @@ def test_rules_that_make_no_sense(rules: Any, message: str) -> None:
         init_state(
             {"w": jnp.ones((8, 6)), "b": jnp.ones(8)}, optax.sgd(0.1), make_mesh(fsdp=4), strategy="zero3", rules=rules
         )
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_two_parameters_of_one_name_are_refused_before_training(rows: int, as_function: bool) -> None:
+    """A checkpoint could not tell them apart."""
+    params = {"a.b": jnp.ones(4), "a": {"b": jnp.ones(rows)}}
+    with pytest.raises(UserError, match=r"^a\.b: two leaves of the tree have this path; rename a key"):
+        init_state((lambda key: params) if as_function else params, optax.sgd(0.1), make_mesh(fsdp=4))
 
 
 @pytest.mark.parametrize("strategy", others_slow(["zero1", "zero2", "zero3"], "zero3"))

@@ -438,7 +438,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number": (3, "data: is a int, which gives no batches; give an iterable of batches"),
     "empty": ([], "data: is empty; give at least one batch"),
     "nothing": (lambda: iter(()), "data: gives no batches; give an iterable that does"),
-    "rows": ([{"x": np.zeros((12, 2))}], "data.global_batch: 12 does not divide by 8"),
+    "rows": ([{"x": np.zeros((12, 2))}], "data: batch 0: 12 rows do not divide by 8 (fsdp 8 x microbatches 1)"),
     "other rows": (
         [{"x": np.zeros((8, 2)), "y": np.zeros(7)}],
         "data: batch 0: y has 7 rows, and x has 8; give as many",
@@ -454,7 +454,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         [{"x": np.array([0, np.inf, np.nan, -1e300] * 2)}],
         "data: batch 0: x holds -1e+300, which is infinite in float",
     ),
-    "no rows": ([{"x": np.ones((0, 2))}], "data.global_batch: 0 is no batch, give a multiple of 8"),
+    "no rows": ([{"x": np.ones((0, 2))}], "data: batch 0: 0 rows are no batch, give a multiple of 8"),
     "the last of an epoch": (
         [np.zeros((8, 2)), np.zeros((4, 2))],
         "data: batch 1: the array is float64[4, 2], and was float64[8, 2] in the first; give all batches one shape: ",
@@ -656,7 +656,10 @@ def test_data_that_end_too_early(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        ([{"x": np.zeros((12, 4))}], "12 does not divide by 8"),
+        (
+            [{"x": np.zeros((12, 4))}],
+            "eval_data: batch 0: 12 rows do not divide by 8 .*nearest numbers of rows that work: 8, 16",
+        ),
         ([{"x": np.zeros((8, 4))}], "'y'"),
         (lambda: iter(()), "eval_data: gives no batches"),
     ],
@@ -665,6 +668,19 @@ def test_an_evaluation_is_tried_first(data: Any, line: str, tmp_path: Path) -> N
     """Before the first step."""
     with pytest.raises((UserError, KeyError), match=line):
         fit(batches(4), tmp_path, eval_data=data, callbacks=[lambda *_: pytest.fail("a step was taken")])
+
+
+def test_a_run_that_goes_on_in_another_layout_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    fit(batches(4), tmp_path, steps=2)
+    fit(batches(4), tmp_path, steps=3)
+    assert "after step 2, with train.steps 2 -> 3\n" in capsys.readouterr().out
+    double = [jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), batch) for batch in batches(4)]
+    sums = jaxdist.Precision(param=jnp.float32, compute=jnp.float32, reduce=jnp.bfloat16)
+    given = {"strategy": "ddp", "microbatches": 2, "precision": sums}
+    fit(double, tmp_path, steps=4, mesh=jaxdist.make_mesh(data=2, fsdp=4), **given)
+    layout = 'mesh.data 1 -> 2, mesh.fsdp 8 -> 4, strategy "zero3" -> "ddp", microbatches 1 -> 2'
+    rest = 'precision "fp32" -> "float32 float32 bfloat16", rows 8 -> 16'
+    assert f"after step 3, with train.steps 3 -> 4, {layout}, {rest}\n" in capsys.readouterr().out
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {

@@ -118,7 +118,7 @@ def test_frozen_parameters_are_computed_in_float64() -> None:
         ({"params": None}, "params: None; allowed: the parameters of a loss_fn of your own"),
         ({"mesh": 4}, "mesh: is a int; allowed: a mesh with devices"),
         ({"batch": np.ones((1, 4))}, "batch: leaves of \\[1\\] rows; allowed: .* of 2 rows or more"),
-        ({"batch": np.ones((5, 4))}, "data.global_batch: 5 does not divide by 2 "),
+        ({"batch": np.ones((5, 4))}, "batch: 5 rows do not divide by 2 "),
         ({"loss": lambda p, b, k: p["w"].sum()}, "loss_fn: must return two scalars"),
         ({"loss": lambda p, b, k: (p["none"], 1)}, "loss_fn: KeyError at test_verify_losses.py:"),
     ],
