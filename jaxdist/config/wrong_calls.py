@@ -49,3 +49,11 @@ def refuse_whole(name: str, spec: Any, options: Any, *, own: bool) -> NoReturn:
         f" shards {name} as {spec} with min_shard_bytes={options.min_shard_bytes}; give init_state and"
         f" make_train_step the same options, as init_state(..., {chosen}){rules}"
     )
+
+
+def refuse_needs(names: Iterable[str], error: Exception | None = None) -> NoReturn:
+    """Raise the `UserError` for an optimizer whose update needs more than gradients, state and parameters."""
+    raise UserError(
+        f"optimizer: its update needs {', '.join(f'{name}=' for name in names)}, which a step does not give; allowed:"
+        " optimizers that need no loss; give one that goes by gradients alone, such as optax.adam(1e-3)"
+    ) from error
