@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
@@ -218,6 +218,28 @@ def test_a_mistake_is_answered_by_one_line(name: str) -> None:
     text = str(found.value)
     assert "\n" not in text
     assert all(part in text for part in parts), text
+
+
+WANT_MODELS: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda model: jaxdist.fit(model, SGD, [ROWS], steps=1),
+    "fit with params": lambda model: jaxdist.fit(model, SGD, [ROWS], steps=1, params={"w": jnp.ones(4)}),
+    "make_train_step": lambda model: jaxdist.make_train_step(model, SGD, jaxdist.make_mesh(data=2)),
+    "verify": lambda model: jaxdist.verify(model, None, ROWS, jaxdist.make_mesh(data=2)),
+    "init_state": lambda model: jaxdist.init_state(model, SGD, jaxdist.make_mesh(data=2)),
+}
+MODULES: dict[str, tuple[Callable[[], Any], str]] = {
+    "NNX": (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "jaxdist.nnx_loss(module, "),
+    "Linen": (lambda: linen.Dense(4), "jaxdist.linen_loss(module, variables, "),
+}
+
+
+@pytest.mark.parametrize("call", WANT_MODELS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_without_a_loss_is_told_how_to_get_one(name: str, call: str) -> None:
+    make, mend = MODULES[name]
+    with pytest.raises(jaxdist.UserError, match="^(model|loss|params): (is|holds) a (Linear|Dense)") as found:
+        WANT_MODELS[call](make())
+    assert mend in str(found.value)
 
 
 @pytest.mark.parametrize(("typo", "meant"), [("init_sate", "init_state"), ("make_mash", "make_mesh"), ("zzz", None)])

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from jaxdist.errors import UserError, nearest
 
+_MODEL = "a ModelDef, what jaxdist.nnx_loss or linen_loss makes, or a loss_fn(params, batch, keys)"
 _ALLOWED = {
     "precision": "a jaxdist.Precision, or the name of a policy; give precision='bf16'",
     "grad_sync": "a jaxdist.GradSync; give grad_sync=jaxdist.GradSync(algorithm='ring')",
@@ -12,7 +13,12 @@ _ALLOWED = {
     "options": "a jaxdist.StepOptions, or None; give its fields as keywords, strategy='zero3'",
     "state": "a TrainState, as jaxdist.init_state makes it; call step(state, batch)",
     "optimizer": "what a call of optax makes; give optax.adam(1e-3)",
-    "model": "a ModelDef, what jaxdist.nnx_loss or linen_loss makes, or a loss_fn(params, batch, keys)",
+    "model": _MODEL,
+    "loss": _MODEL,
+}
+_MODULES = {
+    "flax.nnx": "; give jaxdist.nnx_loss(module, fn), whose fn(module, batch) computes the loss",
+    "flax.linen": "; give jaxdist.linen_loss(module, variables, fn), whose fn(module, batch) computes the loss",
 }
 _ONLY_OF = {"rules": "init_state", "model_state": "init_state"}  # what is taken beside options, by that alone
 
@@ -25,7 +31,9 @@ def refuse_argument(name: str, value: Any) -> NoReturn:
         shown = f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
     else:
         shown = f"a {type(value).__name__}"
-    raise UserError(f"{name}: is {shown}; allowed: {_ALLOWED[name]}")
+    kinds = [each.__module__ for each in (value if isinstance(value, type) else type(value)).__mro__]
+    hints = [hint for package, hint in _MODULES.items() if any(kind.startswith(package) for kind in kinds)]
+    raise UserError(f"{name}: is {shown}; allowed: {_ALLOWED[name]}{''.join(hints)}")
 
 
 def refuse_keyword(name: str, value: Any, known: Iterable[str]) -> NoReturn:
