@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxdist
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
+from jaxdist.init import _tell_whole
 from jaxdist.mesh import _tell_idle, abstract_mesh
 from jaxdist.optim.ema import with_ema
 
@@ -273,6 +274,24 @@ def test_a_mesh_that_leaves_devices_idle_says_so_once(caplog: pytest.LogCaptureF
         jaxdist.make_mesh(data=5, devices=jax.devices()[:6])
     [record] = caplog.records
     assert "uses 7 of 8 devices" in record.getMessage() and "fsdp=-1" in record.getMessage()
+
+
+def test_a_strategy_that_shards_nothing_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Not on one device, and not before a state is made: plans and checks look at many layouts."""
+    _tell_whole.cache_clear()  # of another test's
+    params, four = {"w": jnp.ones((64, 64))}, jaxdist.make_mesh(data=4, devices=jax.devices()[:4])
+    with caplog.at_level(logging.WARNING, logger="jaxdist"):
+        jaxdist.init_state(params, SGD, four, strategy="ddp")
+        jaxdist.state_target(params, SGD, four, strategy="zero3")
+        for sizes in ({"fsdp": 4}, {"data": 2, "fsdp": 2}, {"tensor": 4}, {}):
+            mesh = jaxdist.make_mesh(**sizes, devices=jax.devices()[:4])
+            jaxdist.init_state(params, SGD, mesh, strategy="zero3")
+        assert not caplog.records
+        for _ in range(2):
+            jaxdist.init_state(params, SGD, four, strategy="zero3")
+    [record] = caplog.records
+    said = "strategy: 'zero3' shards over fsdp, expert and context, which have one device each here: every device of "
+    assert record.getMessage().startswith(f"{said}data=4 has all parameters; give make_mesh(fsdp=4)")
 
 
 def test_a_callable_tree_is_no_function_that_makes_parameters() -> None:
