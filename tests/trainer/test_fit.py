@@ -322,6 +322,10 @@ def test_moving_average(bare: Loop, tmp_path: Path) -> None:
     assert done.metrics["eval/loss"] == pytest.approx(sum(float(each[0]) for each in sums) / (3 * ROWS), rel=1e-6)
     found = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if "eval/loss" in record]
     assert found == [3, 6]
+    target = jaxdist.state_target(params(), optax.identity(), jaxdist.make_mesh(fsdp=2), **ZERO3).params
+    for ema, saved in ((False, done.state.params), (True, done.ema)):
+        with jaxdist.open_pretrained(tmp_path, ema=ema) as pretrained:
+            same(pretrained.load(target, say=lambda line: None), saved)
 
 
 def test_an_average_without_frozen_parameters() -> None:
@@ -862,12 +866,14 @@ def test_two_processes(rows: tuple[int, int], tmp_path: Path) -> None:
 
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_evaluation", "loop_profile", "loop_ema")
+FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_load", "loop_evaluation", "loop_profile", "loop_ema")
 
 
 def test_the_page_shows_the_examples() -> None:
     page = (EXAMPLES.parent / "own_loop.md").read_text()
     assert all((EXAMPLES / f"{name}.py").read_text() in page for name in FILES)
+    load = "def load(" + (EXAMPLES / "loop_load.py").read_text().partition("def load(")[2].partition("\n\n\n")[0]
+    assert load in (EXAMPLES.parent / "checkpoints.md").read_text()
 
 
 @pytest.mark.slow
@@ -880,6 +886,13 @@ def test_the_examples_run() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     said = done.stdout
-    for line in ("step 75: loss 0.", "steps 41 to 100: loss 0.", "step 100: {", "written: ", "told of step 100: 0."):
+    for line in (
+        "step 75: loss 0.",
+        "steps 41 to 100: loss 0.",
+        "loaded: loss 1.",
+        "step 100: {",
+        "written: ",
+        "told of step 100: 0.",
+    ):
         assert line in said, said
     assert "average of the parameters, P('fsdp'" in said and "accuracy 0.9" in said.splitlines()[-1]
