@@ -1,6 +1,8 @@
 """Make a training state, laid out from its first byte."""
 
 import fnmatch
+import functools
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.entries import StrategyFacts
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, check_mesh, has_host_memory
@@ -21,6 +24,7 @@ from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.specs import (
+    SHARD_AXES,
     STACKED,
     PyTree,
     claimed_axes,
@@ -148,6 +152,11 @@ def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyT
 def _refuse_modules(source: PyTree) -> None:
     """Raise `UserError` for a class, and for NNX modules and variables that are no parameters: as leaves they would be
     trained."""
+    if callable(source) and "flax.linen" in [each.__module__.rpartition(".")[0] for each in type(source).__mro__]:
+        raise UserError(
+            f"params: is a {type(source).__name__} of Flax Linen; give what loss = jaxdist.linen_loss(module, variables"
+            ", fn) returns, to make_train_step too: it takes the module apart"
+        )
     if isinstance(source, type):
         raise UserError(
             f"params: is the class {source.__name__}; allowed: a ModelDef, a loss of jaxdist.nnx_loss(module, fn), a "
@@ -251,6 +260,15 @@ def state_target(
     return target._replace(opt_state=on_host(target.opt_state)) if options.offload and has_host_memory(mesh) else target
 
 
+@functools.cache  # once
+def _tell_whole(strategy: str, data: int) -> None:
+    logging.getLogger("jaxdist").warning(
+        f"strategy: {strategy!r} shards over {', '.join(SHARD_AXES[:-1])} and {SHARD_AXES[-1]}, which have one device"
+        f" each here: every device of data={data} has all parameters; give make_mesh(fsdp={data}) to shard them, or"
+        " strategy='ddp'"
+    )
+
+
 def init_state(
     source: ParameterSource,
     optimizer: optax.GradientTransformation,
@@ -280,6 +298,9 @@ def init_state(
     source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
+    alone = mesh.shape["data"] > 1 and all(mesh.shape[axis] == 1 for axis in SHARD_AXES)
+    if alone and jax.process_index() == 0 and StrategyFacts.of(options.strategy).sharded:
+        _tell_whole(options.strategy, mesh.shape["data"])
     carried, target = target.model_state, target._replace(model_state=())
     optimizer, key = only_trained(optimizer, options.freeze, rules_of(source)), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source

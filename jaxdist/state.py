@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, fetched, sizes_text, stored_like
 from jaxdist.optim import apply_updates
+from jaxdist.optim.update import call_update
 from jaxdist.precision.loss_scale import choose, fresh_guard
 from jaxdist.precision.reproducible import products_rounded
 from jaxdist.specs import PyTree, format_bytes, map_specs, path_name, spec_leaves
@@ -140,13 +141,12 @@ def updated(
     """(parameters, optimizer state) after the optimizer's update, or unchanged to the bit.
 
     taken: whether to update. branch: whether to decide it by `lax.cond`, not by `where`.
-    shardings: of the parameters; an extra argument for optimizers that communicate by themselves.
+    shardings: of the parameters; an extra argument for optimizers that communicate by themselves, and take it.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-            updates, opt_state = optimizer.update(grads, opt_state, params, shardings=shardings)
+            updates, opt_state = call_update(optimizer, grads, opt_state, params, shardings=shardings)
         return apply_updates(params, updates), opt_state
 
     rest = state.opt_state

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
+from jaxdist.init import _tell_whole
 from jaxdist.mesh import _tell_idle, abstract_mesh
 from jaxdist.optim.ema import with_ema
 
@@ -220,6 +221,28 @@ def test_a_mistake_is_answered_by_one_line(name: str) -> None:
     assert all(part in text for part in parts), text
 
 
+WANT_MODELS: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda model: jaxdist.fit(model, SGD, [ROWS], steps=1),
+    "fit with params": lambda model: jaxdist.fit(model, SGD, [ROWS], steps=1, params={"w": jnp.ones(4)}),
+    "make_train_step": lambda model: jaxdist.make_train_step(model, SGD, jaxdist.make_mesh(data=2)),
+    "verify": lambda model: jaxdist.verify(model, None, ROWS, jaxdist.make_mesh(data=2)),
+    "init_state": lambda model: jaxdist.init_state(model, SGD, jaxdist.make_mesh(data=2)),
+}
+MODULES: dict[str, tuple[Callable[[], Any], str]] = {
+    "NNX": (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "jaxdist.nnx_loss(module, "),
+    "Linen": (lambda: linen.Dense(4), "jaxdist.linen_loss(module, variables, "),
+}
+
+
+@pytest.mark.parametrize("call", WANT_MODELS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_without_a_loss_is_told_how_to_get_one(name: str, call: str) -> None:
+    make, mend = MODULES[name]
+    with pytest.raises(jaxdist.UserError, match="^(model|loss|params): (is|holds) a (Linear|Dense)") as found:
+        WANT_MODELS[call](make())
+    assert mend in str(found.value)
+
+
 @pytest.mark.parametrize(("typo", "meant"), [("init_sate", "init_state"), ("make_mash", "make_mesh"), ("zzz", None)])
 def test_a_name_that_is_not_there(typo: str, meant: str | None) -> None:
     with pytest.raises(AttributeError) as found:
@@ -251,6 +274,24 @@ def test_a_mesh_that_leaves_devices_idle_says_so_once(caplog: pytest.LogCaptureF
         jaxdist.make_mesh(data=5, devices=jax.devices()[:6])
     [record] = caplog.records
     assert "uses 7 of 8 devices" in record.getMessage() and "fsdp=-1" in record.getMessage()
+
+
+def test_a_strategy_that_shards_nothing_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Not on one device, and not before a state is made: plans and checks look at many layouts."""
+    _tell_whole.cache_clear()  # of another test's
+    params, four = {"w": jnp.ones((64, 64))}, jaxdist.make_mesh(data=4, devices=jax.devices()[:4])
+    with caplog.at_level(logging.WARNING, logger="jaxdist"):
+        jaxdist.init_state(params, SGD, four, strategy="ddp")
+        jaxdist.state_target(params, SGD, four, strategy="zero3")
+        for sizes in ({"fsdp": 4}, {"data": 2, "fsdp": 2}, {"tensor": 4}, {}):
+            mesh = jaxdist.make_mesh(**sizes, devices=jax.devices()[:4])
+            jaxdist.init_state(params, SGD, mesh, strategy="zero3")
+        assert not caplog.records
+        for _ in range(2):
+            jaxdist.init_state(params, SGD, four, strategy="zero3")
+    [record] = caplog.records
+    said = "strategy: 'zero3' shards over fsdp, expert and context, which have one device each here: every device of "
+    assert record.getMessage().startswith(f"{said}data=4 has all parameters; give make_mesh(fsdp=4)")
 
 
 def test_a_callable_tree_is_no_function_that_makes_parameters() -> None:

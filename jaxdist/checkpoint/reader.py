@@ -13,6 +13,7 @@ from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
 from jaxdist.checkpoint.checksums import verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.errors import UserError
+from jaxdist.optim.ema import EmaState
 from jaxdist.parallel.pipeline.stages import rows_of_blocks
 from jaxdist.specs import PyTree, leaves_by_name, path_name
 from jaxdist.state import TrainState
@@ -23,6 +24,12 @@ FOLDER = "checkpoints"  # in a run directory
 def is_complete(folder: Path) -> bool:
     """Whether a step's folder was written to its end. Its name and these files come last."""
     return folder.name.isdigit() and (folder / "_CHECKPOINT_METADATA").is_file() and (folder / "state").is_dir()
+
+
+def newest_of(folder: Path) -> Path | None:
+    """The newest complete step directly in a folder, as that of a loop of one's own is; None: it has none."""
+    complete = [path for path in folder.iterdir() if is_complete(path)] if folder.is_dir() else []
+    return max(complete, key=lambda path: int(path.name), default=None)
 
 
 def step_folders(run_dir: Path) -> list[Path]:
@@ -79,10 +86,11 @@ class Stored:
         return found
 
     def averages(self) -> dict[str, str]:
-        """Where the state has the moving average of each parameter, by the parameter's name; {} without `train.ema`."""
-        if self.meta.get("train", {}).get("ema") is None:
+        """Where the state has the moving average of each parameter, by the parameter's name; {} without `with_ema`."""
+        found = self._tree.get("opt_state")
+        if not isinstance(found, dict) or found.keys() != {*EmaState._fields}:
             return {}
-        return {name: f"opt_state.ema.{name}" for name in leaves_by_name(self._tree["opt_state"]["ema"])}
+        return {name: f"opt_state.ema.{name}" for name in leaves_by_name(found["ema"])}
 
     def param(self, name: str) -> np.ndarray:
         """One parameter."""

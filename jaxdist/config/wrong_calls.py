@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from jaxdist.errors import UserError, nearest
 
+_MODEL = "a ModelDef, what jaxdist.nnx_loss or linen_loss makes, or a loss_fn(params, batch, keys)"
 _ALLOWED = {
     "precision": "a jaxdist.Precision, or the name of a policy; give precision='bf16'",
     "grad_sync": "a jaxdist.GradSync; give grad_sync=jaxdist.GradSync(algorithm='ring')",
@@ -13,7 +14,12 @@ _ALLOWED = {
     "options": "a jaxdist.StepOptions, or None; give its fields as keywords, strategy='zero3'",
     "state": "a TrainState, as jaxdist.init_state makes it; call step(state, batch)",
     "optimizer": "what a call of optax makes; give optax.adam(1e-3)",
-    "model": "a ModelDef, what jaxdist.nnx_loss or linen_loss makes, or a loss_fn(params, batch, keys)",
+    "model": _MODEL,
+    "loss": _MODEL,
+}
+_MODULES = {
+    "flax.nnx": "; give jaxdist.nnx_loss(module, fn), whose fn(module, batch) computes the loss",
+    "flax.linen": "; give jaxdist.linen_loss(module, variables, fn), whose fn(module, batch) computes the loss",
 }
 _ONLY_OF = {"rules": "init_state", "model_state": "init_state"}  # what is taken beside options, by that alone
 
@@ -26,7 +32,9 @@ def refuse_argument(name: str, value: Any) -> NoReturn:
         shown = f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
     else:
         shown = f"a {type(value).__name__}"
-    raise UserError(f"{name}: is {shown}; allowed: {_ALLOWED[name]}")
+    kinds = [each.__module__ for each in (value if isinstance(value, type) else type(value)).__mro__]
+    hints = [hint for package, hint in _MODULES.items() if any(kind.startswith(package) for kind in kinds)]
+    raise UserError(f"{name}: is {shown}; allowed: {_ALLOWED[name]}{''.join(hints)}")
 
 
 def refuse_keyword(name: str, value: Any, known: Iterable[str]) -> NoReturn:
@@ -87,3 +95,11 @@ def refuse_rows(batch: int, parts: Mapping[str, int], key: str, *, near: str, co
     if "microbatches" in parts:
         text += f"; {'' if of_call else 'parallel.'}microbatches that work with {batch}: {counts}"
     raise UserError(text)
+
+
+def refuse_needs(names: Iterable[str], error: Exception | None = None) -> NoReturn:
+    """Raise the `UserError` for an optimizer whose update needs more than gradients, state and parameters."""
+    raise UserError(
+        f"optimizer: its update needs {', '.join(f'{name}=' for name in names)}, which a step does not give; allowed:"
+        " optimizers that need no loss; give one that goes by gradients alone, such as optax.adam(1e-3)"
+    ) from error

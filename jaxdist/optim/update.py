@@ -1,5 +1,7 @@
 """Updates of parameters by any optimizer: of those that are trained, and with the same bits in every layout."""
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,9 +9,8 @@ import jax
 import optax
 
 from jaxdist.config.rules.fields import check_argument
-from jaxdist.config.rules.grad_sync import refuse_optimizer
 from jaxdist.errors import UserError
-from jaxdist.precision.reproducible import PRODUCTS, products_rounded
+from jaxdist.precision.reproducible import products_rounded
 from jaxdist.specs import PyTree
 
 
@@ -30,8 +31,33 @@ def leave_out(tree: PyTree, patterns: Sequence[str]) -> PyTree:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise `UserError` for what is no optimizer of optax, such as a function that makes one."""
+    """Raise `UserError` for what is no optimizer of optax, such as a function that makes one, or needs the loss."""
     check_argument("optimizer", optimizer, hasattr(optimizer, "init") and hasattr(optimizer, "update"))
+    taken = inspect.signature(optimizer.update).parameters.values()  # a chain's hide what its members need
+    if needs := [each.name for each in taken if each.kind is each.KEYWORD_ONLY and each.default is each.empty]:
+        from jaxdist.config.wrong_calls import refuse_needs
+
+        refuse_needs(needs)
+
+
+def call_update(optimizer: Any, grads: PyTree, opt_state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, Any]:
+    """`optimizer.update`, with those extra arguments that all take that are given them: a chain hands on all it gets.
+
+    Raises `UserError` for one that needs others.
+    """
+    try:
+        found: tuple[PyTree, Any] = optax.with_extra_args_support(optimizer).update(grads, opt_state, params, **extra)
+    except TypeError as error:
+        if missing := re.search(r"missing .* required keyword-only arguments?: (.*)", str(error)):
+            from jaxdist.config.wrong_calls import refuse_needs
+
+            refuse_needs(re.findall(r"'(\w+)'", missing[1]), error)
+        unknown = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in extra:
+            raise
+        extra.pop(unknown[1])
+        return call_update(optimizer, grads, opt_state, params, **extra)
+    return found
 
 
 def only_trained(
@@ -74,33 +100,3 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer with `products_rounded`, outside of loops and conditions (`check_order` refuses those)."""
     return optax.GradientTransformation(optimizer.init, products_rounded(optimizer.update))
-
-
-def check_order(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
-    """Raise `UserError` for an optimizer whose bits would depend on the layout of sharded parameters.
-
-    Such an optimizer sums over elements of a parameter, or multiplies inside a loop or condition, where
-    `with_rounded_products` does not reach.
-    """
-    if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params)):
-        return
-    with jax.numpy_dtype_promotion("standard"):
-        jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
-    if found := sorted(_sums(jaxpr)):
-        refuse_optimizer(", ".join(found))
-
-
-def _sums(jaxpr: Any) -> set[str]:
-    """Names of the primitives in a jaxpr that add up elements of an array, or multiply inside a loop or condition."""
-    from jaxdist.jaxpr.evaluate import CALLS  # only deterministic steps come here
-    from jaxdist.jaxpr.walk import every_equation
-
-    found: set[str] = set()
-    for site in every_equation(jaxpr):
-        name, operands = site.equation.primitive.name, site.equation.invars
-        if name in ("reduce_sum", "dot_general", "cumsum", "reduce") and operands[0].aval.size > 1:
-            found.add(name)
-        around = [each.primitive.name for each in site.inside if each.primitive.name not in CALLS]
-        if around and name in PRODUCTS and any(atom.aval.size > 1 for atom in operands):
-            found.add(f"{name} inside {around[0]}")
-    return found

@@ -23,7 +23,6 @@ from jaxdist.config.rules.grad_sync import GRAD_SYNC, check_shards
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
-from jaxdist.optim import check_order
 from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.precision.reproducible import rounded
 from jaxdist.specs import UNITS, PyTree, ShardOf, claimed_axes, map_named, path_name, spec_leaves
@@ -57,6 +56,8 @@ def check_update(
     if (sync.wire_dtype == "int8") != bool(jax.tree.leaves(residual)):
         raise UserError("state: int8 sums carry a residual in it; give init_state and make_train_step one grad_sync")
     if sync.deterministic:
+        from jaxdist.optim.order import check_order
+
         check_order(optimizer, params, opt_state)
 
 

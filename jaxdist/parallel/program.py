@@ -77,11 +77,13 @@ def _check(model: ModelDef, options: StepOptions) -> None:
         refuse_stages("parallel.prefetch: 1", allowed="0")
 
 
-def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh) -> None:
-    """Raise `UserError` for no mesh, no model, and an axis all of whose devices would do the same work. A loss of the
-    user's own is asked when it is traced."""
+def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh, name: str = "model") -> None:
+    """Raise `UserError` for no mesh, for what is no model (as a module of Flax, which has no loss), and for an axis all
+    of whose devices would do the same work. A loss of the user's own is asked when it is traced. name: the argument."""
     check_mesh(mesh)
-    check_argument("model", model, isinstance(model, ModelDef) or (not isinstance(model, type) and callable(model)))
+    kinds = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(model).__mro__}
+    own = callable(model) and not {"builtins.type", "flax.Module"} & kinds
+    check_argument(name, model, isinstance(model, ModelDef) or own)
     if not isinstance(model, ModelDef):
         return
     used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}

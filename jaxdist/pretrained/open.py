@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxdist.checkpoint.huggingface.family import CONFIG
-from jaxdist.checkpoint.reader import FOLDER, is_complete
+from jaxdist.checkpoint.reader import FOLDER, is_complete, newest_of
 from jaxdist.errors import UserError
 from jaxdist.files.user_path import user_path
 from jaxdist.pretrained.flat import Flat
@@ -11,14 +11,14 @@ from jaxdist.pretrained.folder import Folder
 from jaxdist.pretrained.saved import Saved
 from jaxdist.pretrained.source import Pretrained
 
-_ALLOWED = "a run directory, the folder of a step in its checkpoints/, a Hugging Face folder, or a .safetensors file"
+_ALLOWED = "a run directory, a folder of checkpoints or of one step, a Hugging Face folder, or a .safetensors file"
 
 
 def open_pretrained(where: str | Path, *, key: str = "where", ema: bool = False) -> Pretrained:
     """Open parameters that exist already, to be loaded into any layout. Use the result as a context.
 
-    - where: a run directory (its newest step), the folder of a step, a Hugging Face folder, or a safetensors file with
-      our names of parameters.
+    - where: a run directory, as of `fit`, or the folder of a `Checkpoints` (the newest step of these); the folder of a
+      step; a Hugging Face folder; or a safetensors file with our names of parameters.
     - key: what messages name, such as the key of a configuration.
     - ema: the moving average of a run in place of its parameters.
 
@@ -40,6 +40,8 @@ def open_pretrained(where: str | Path, *, key: str = "where", ema: bool = False)
         found: Pretrained = Flat(path, key=key)
     elif is_complete(path) or (path / FOLDER).is_dir():
         return Saved(path, key=key, ema=ema)
+    elif step := newest_of(path):
+        return Saved(step, key=key, ema=ema)
     elif (path / CONFIG).is_file():
         found = Folder(path, key=key)
     else:

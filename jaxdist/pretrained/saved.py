@@ -14,7 +14,7 @@ from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved
 from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
-from jaxdist.checkpoint.reader import Stored, is_complete, open_steps
+from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps
 from jaxdist.config.load import with_settings
 from jaxdist.config.rules.fields import all_keys, keys, show
 from jaxdist.config.schema import ModelConfig
@@ -39,11 +39,13 @@ class Saved(Pretrained):
             if problems := verify(where):
                 raise UserError(f"{key}: {where} is damaged: {'; '.join(problems)}; use another step")
             self._stored = Stored(where)
-            run = where.parent.parent
+            run = where.parent.parent if where.parent.name == FOLDER else where.parent
         else:
             (self._stored,) = open_steps(where)
             run = where
         meta = self._stored.meta
+        if not {"model", "data", "train", "optimizer"} <= meta.keys():
+            meta = {}  # of `fit`, or of a loop of the user's own, who writes there what he likes
         for section in ("model", "data", "train", "optimizer", "config"):
             if not isinstance(meta.get(section, {}), dict):
                 raise UserError(f"{key}: the record of step {self._stored.step} of {run} has no section {section}")

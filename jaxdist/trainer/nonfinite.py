@@ -2,6 +2,7 @@
 
 import statistics
 from collections import deque
+from typing import Any
 
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
@@ -29,6 +30,11 @@ class NonFinite(FloatingPointError):
     def by(self, cause: str) -> "NonFinite":
         """The same step, with what is to blame in place of `mend`."""
         return NonFinite(self.step, self._text, guarded=self.guarded, mend=cause)
+
+
+def lower_rate(rates: Any) -> str:
+    """What to try: the key of a configuration, or where that does not say the rates (None), what an optimizer has."""
+    return "a lower learning rate" if rates is None else "a lower optimizer.lr"
 
 
 class Spikes:
@@ -75,7 +81,7 @@ def look_into(run: TrainingRun, error: NonFinite, work: Work) -> Finding | None:
     return finding
 
 
-def roll_back(run: TrainingRun, error: NonFinite) -> str:
+def roll_back(run: TrainingRun, error: NonFinite, work: Work) -> str:
     """Go back to the newest checkpoint, past the batches since. Returns "", or why that cannot be."""
     outputs, progress = run.outputs, run.progress
     settle(outputs)
@@ -87,7 +93,7 @@ def roll_back(run: TrainingRun, error: NonFinite) -> str:
         return "there is no checkpoint yet to go back to; set checkpoint.every lower"
     progress.rollbacks[latest] = progress.rollbacks.get(latest, 0) + 1
     if progress.rollbacks[latest] > MAX_ROLLBACKS:
-        return f"{MAX_ROLLBACKS} times from the checkpoint of step {latest} on; try a lower optimizer.lr"
+        return f"{MAX_ROLLBACKS} times from the checkpoint of step {latest} on; try {lower_rate(work.rates)}"
     progress.state = progress.state._replace(params=(), opt_state=())  # there is no room for two states
     state = outputs.checkpoints.restore(latest, run.plan.parts.target)
     progress.state, progress.first_step = state._replace(guard=released(state.guard)), latest

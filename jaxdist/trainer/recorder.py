@@ -15,7 +15,7 @@ from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.trainer.measures.clock import Clock, process_start
 from jaxdist.trainer.measures.step_figures import StepFigures
-from jaxdist.trainer.nonfinite import NonFinite, Spikes
+from jaxdist.trainer.nonfinite import NonFinite, Spikes, lower_rate
 from jaxdist.trainer.run import Outputs, RunPlan, Work
 
 
@@ -51,8 +51,9 @@ class Recorder:
     def __init__(
         self, plan: RunPlan, work: Work, outputs: Outputs, watch: Watch, spikes: Spikes, measured: Measured
     ) -> None:
-        self._config, self._outputs, self._crumbs, self._spikes = plan.config, outputs, watch.crumbs, spikes
-        self._max_skips = plan.parts.options.max_skips
+        self._outputs, self._crumbs, self._spikes = outputs, watch.crumbs, spikes
+        self._max_skips, precision = plan.parts.options.max_skips, plan.parts.options.precision
+        self._narrow = np.dtype(precision.compute).itemsize < 4
         self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
         self._finished: tuple[dict[str, Any], dict[str, float]] | None = None  # its values and its times
         self._unwritten = False
@@ -123,7 +124,8 @@ class Recorder:
         if not shared:
             return evaluation
         if in_a_row or not (math.isfinite(loss) and math.isfinite(norm)):
-            self._judge(step, loss, norm, in_a_row, values.get("loss_scale"))
+            fresh = step - 1 - skipped + (in_a_row > 0) == 0  # no step has changed the parameters yet
+            self._judge(step, loss, norm, in_a_row, values.get("loss_scale"), fresh=fresh)
         else:
             self._spikes.check(step, loss)
         return evaluation
@@ -144,8 +146,8 @@ class Recorder:
                 )
             self._unwritten = True
 
-    def _judge(self, step: int, loss: float, norm: float, in_a_row: int, scale: float | None) -> None:
-        """Say that a step was skipped, or raise `NonFinite`."""
+    def _judge(self, step: int, loss: float, norm: float, in_a_row: int, scale: float | None, *, fresh: bool) -> None:
+        """Say that a step was skipped, or raise `NonFinite`. fresh: whether parameters are still the first ones."""
         limit = self._max_skips
         if 0 < in_a_row <= limit:
             after = "" if scale is None else f"; loss scale now {scale:g}"
@@ -153,6 +155,8 @@ class Recorder:
             return
         name, value = ("grad_norm", norm) if math.isfinite(loss) else ("loss", loss)
         row = f", after {limit} more in a row (precision.max_consecutive_skips)" if limit else ""
-        other = "" if self._config.precision.policy == "fp32" else ", or precision=fp32"
-        text, mend = f"{name} of step {step} is {value}{row}", f"try a lower optimizer.lr{other}"
+        other = ", or take precision=fp32" if self._narrow else ""
+        text, mend = f"{name} of step {step} is {value}{row}", f"try {lower_rate(self._rates)}{other}"
+        if fresh:  # whatever the learning rate is
+            mend = f"before any update: look at the loss, the labels and the initial parameters{other}"
         raise NonFinite(step, text, guarded=in_a_row > 0, mend=mend)

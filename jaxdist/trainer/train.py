@@ -99,7 +99,7 @@ def _loop(run: TrainingRun, work: Work, stop: StopSignal, measured: Measured) ->
         if failed.guarded and not rolling:  # the state is that before the step, and counts the step's batch
             begin_save(run, failed.step)
         finding = look_into(run, failed, work)
-        why = roll_back(run, failed) if rolling else "stopped"
+        why = roll_back(run, failed, work) if rolling else "stopped"
         record = {"step": failed.step, "what": str(failed), "action": why or "rolled back"}
         found = None if finding is None else finding._asdict()
         run.outputs.note(record | {"batches_passed": run.progress.passed, "found": found})

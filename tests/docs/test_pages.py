@@ -51,6 +51,7 @@ TESTED = {
     "stuck: rank 1": "test_lines_name_rank_phase_step_and_time",
     "stopped: corrupt state": "test_a_corrupt_state_is_not_saved_and_ends_the_run",
     "error: optimizer.lr: 0.02 on rank 3": "test_a_difference_is_one_line_with_the_odd_rank_and_both_values",
+    "def load(where, source": "test_the_page_shows_the_examples",
     "cd docs/examples": "test_the_example_of_a_configuration_is_a_model",
     **dict.fromkeys(("$ jaxdist init my-job", "$ ls my-job", "$ cd my-job &&"), "test_a_tutorial_prints_what_it_shows"),
     **dict.fromkeys(('{"messages": [{"role"', "$ jaxdist data examples.jsonl"), "test_the_page_shows_these_examples"),

@@ -20,11 +20,12 @@ from jaxdist.config.rules.fields import check_section
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
-from jaxdist.init import state_target
+from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.optim.make import decay_mask, learning_rate, learning_rates, make_optimizer
-from jaxdist.optim.muon import muon_dims
+from jaxdist.optim.muon import muon_dims, scale_by_muon
+from jaxdist.optim.update import call_update
 from jaxdist.parallel.options import StepOptions
 from jaxdist.specs import path_name
 from jaxdist.state import place_params
@@ -334,3 +335,57 @@ def test_muon_is_optax_muon() -> None:
             states = first, second
             assert oracle.error(got["blocks"], want["blocks"]) < 1e-12
             assert oracle.error(got["head"], want["head"]) < 1e-12
+
+
+def own_loss(params: Any, batch: Any, keys: Any) -> tuple[jax.Array, int]:
+    return ((jnp.tanh(batch @ params["w"]) @ params["v"] - 1) ** 2).sum(), batch.shape[0]
+
+
+SAM = optax.contrib.sam(optax.adam(1e-2), optax.sgd(0.05))
+STRICT = {
+    "sam": SAM,
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), SAM),
+    "muon, then sam": optax.chain(scale_by_muon(0.9), SAM),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("name", STRICT)
+def test_an_optimizer_that_takes_no_other_arguments(name: str, strategy: str) -> None:
+    """It trains as with optax alone, on one device."""
+    optimizer, given = STRICT[name], {"strategy": strategy, "min_shard_bytes": 0}
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 8)), "v": jnp.ones((8, 4))}
+    mesh, opt_state = make_mesh(fsdp=4, devices=jax.devices()[:4]), optimizer.init(params)
+    state, step = init_state(params, optimizer, mesh, **given), make_train_step(own_loss, optimizer, mesh, **given)
+    for seed in range(5):
+        batch = np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32)
+        state, _ = step(state, batch)
+        with jax.numpy_dtype_promotion("standard"):
+            grads = jax.grad(lambda params, batch=batch: own_loss(params, batch, None)[0] / 8)(params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+    jax.tree.map(lambda ours, plain: np.testing.assert_allclose(ours, plain, atol=1e-5), state.params, params)
+
+
+NEEDS_LOSS = {
+    "reduce_on_plateau": (optax.contrib.reduce_on_plateau(), "value="),
+    "momo": (optax.contrib.momo(), "value="),
+    "lbfgs": (optax.lbfgs(), "value=, grad=, value_fn="),
+    "a chain": (optax.chain(SAM, optax.polyak_sgd()), "value="),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_LOSS)
+def test_an_optimizer_that_needs_the_loss(name: str) -> None:
+    """It is refused as soon as that can be known: a chain, when the step is traced."""
+    optimizer, needs = NEEDS_LOSS[name]
+    mesh, batch = make_mesh(fsdp=2, devices=jax.devices()[:2]), jnp.ones((8, 8))
+    params = {"w": jnp.ones((8, 8)), "v": jnp.ones((8, 4))}
+    with pytest.raises(UserError, match=f"^optimizer: its update needs {needs}, which a step does not give; allowed: "):
+        make_train_step(own_loss, optimizer, mesh).trace(init_state(params, optimizer, mesh), batch)
+
+
+def test_a_mistake_inside_of_an_optimizer_stays_what_it_is() -> None:
+    wrong = optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (len(3), state))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"object of type 'int' has no len\(\)"):
+        call_update(wrong, (), (), (), shardings=())

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from levels import others_slow
 from saved_runs import NEEDS, bits, config_of, random_params, save_run
 
 from jaxdist.build import Parts, assemble, forward_only
+from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.config.load import load_config, to_yaml
@@ -22,7 +24,7 @@ from jaxdist.config.sections.init import InitConfig
 from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
 from jaxdist.distill.teaching import load_teacher, read_teacher
 from jaxdist.errors import UserError
-from jaxdist.init import init_state
+from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows
 from jaxdist.pretrained import open_pretrained
@@ -229,3 +231,22 @@ observe: {{console: plain, report: false}}
         for name, leaf in leaves_by_name(loaded).items():
             np.testing.assert_array_equal(leaf, wanted[ema](name), err_msg=name)
     assert not np.array_equal(wanted[False]("head.norm.bias"), wanted[True]("head.norm.bias"))
+
+
+@pytest.mark.parametrize("where", [".", "2"])
+@pytest.mark.parametrize("meta", [{}, {"model": {"depth": 3}, "train": 1}], ids=["no record", "a record of his own"])
+def test_checkpoints_of_a_loop_of_one_s_own(where: str, meta: dict[str, Any], tmp_path: Path) -> None:
+    """The newest step of their folder, or one step; whatever the user has written beside them."""
+    params, mesh = {"w": np.arange(64.0, dtype=np.float32).reshape(16, 4)}, make_mesh(fsdp=4)
+    state = init_state(params, optax.adam(0.1), mesh, strategy="zero3", min_shard_bytes=0)
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(1, state._replace(params={"w": state.params["w"] + 1}), meta)
+        checkpoints.save(2, state, meta)
+    target = state_target(params, optax.identity(), make_mesh(fsdp=2), strategy="zero3", min_shard_bytes=0).params
+    with open_pretrained(tmp_path / where) as found:
+        loaded = found.load(target, say=lambda line: None)
+        assert found.described == f"step 2 of {tmp_path}" and found.model is None
+    np.testing.assert_array_equal(loaded["w"], params["w"])
+    assert loaded["w"].sharding == target["w"].sharding
+    with pytest.raises(UserError, match="keeps no moving average"):
+        open_pretrained(tmp_path / where, ema=True)

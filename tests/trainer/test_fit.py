@@ -322,6 +322,10 @@ def test_moving_average(bare: Loop, tmp_path: Path) -> None:
     assert done.metrics["eval/loss"] == pytest.approx(sum(float(each[0]) for each in sums) / (3 * ROWS), rel=1e-6)
     found = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if "eval/loss" in record]
     assert found == [3, 6]
+    target = jaxdist.state_target(params(), optax.identity(), jaxdist.make_mesh(fsdp=2), **ZERO3).params
+    for ema, saved in ((False, done.state.params), (True, done.ema)):
+        with jaxdist.open_pretrained(tmp_path, ema=ema) as pretrained:
+            same(pretrained.load(target, say=lambda line: None), saved)
 
 
 def test_an_average_without_frozen_parameters() -> None:
@@ -400,9 +404,18 @@ def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_grows_is_not_the_data_s_doing(tmp_path: Path) -> None:
+    """Nor that of the learning rate, before the first update. After it, `fit` has no key for the rate."""
     wild = lambda params, batch, keys: ((params["w"] + 1e30).sum() ** 2, 1)  # noqa: E731
-    with pytest.raises(FloatingPointError, match=r"^loss of step 1 is inf; try a lower optimizer.lr$"):
-        fit(batches(2), tmp_path, wild)
+    first = "before any update: look at the loss, the labels and the initial parameters"
+    for name, policy, more in (("a", "fp32", ""), ("b", "bf16", ", or take precision=fp32")):
+        with pytest.raises(FloatingPointError, match=f"^loss of step 1 is inf; {first}{more}$"):
+            fit(batches(2), tmp_path / name, wild, precision=policy)
+    with pytest.raises(FloatingPointError, match=f"^loss of step 2 is inf, after 1 more in a row .*; {first}$"):
+        skips = {"train.on_nonfinite": "skip"}
+        fit(batches(2), tmp_path / "c", wild, settings=skips, max_skips=1)
+    later = lambda params, batch, keys: ((params["w"].sum() * 1e30) ** 2 + params["w"].sum(), 1)  # noqa: E731
+    with pytest.raises(FloatingPointError, match="^loss of step 2 is inf; try a lower learning rate$"):
+        fit(batches(2), tmp_path / "d", later)
 
 
 @pytest.mark.slow
@@ -869,12 +882,14 @@ def test_two_processes(rows: tuple[int, int], tmp_path: Path) -> None:
 
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_evaluation", "loop_profile", "loop_ema")
+FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_load", "loop_evaluation", "loop_profile", "loop_ema")
 
 
 def test_the_page_shows_the_examples() -> None:
     page = (EXAMPLES.parent / "own_loop.md").read_text()
     assert all((EXAMPLES / f"{name}.py").read_text() in page for name in FILES)
+    load = "def load(" + (EXAMPLES / "loop_load.py").read_text().partition("def load(")[2].partition("\n\n\n")[0]
+    assert load in (EXAMPLES.parent / "checkpoints.md").read_text()
 
 
 @pytest.mark.slow
@@ -887,6 +902,13 @@ def test_the_examples_run() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     said = done.stdout
-    for line in ("step 75: loss 0.", "steps 41 to 100: loss 0.", "step 100: {", "written: ", "told of step 100: 0."):
+    for line in (
+        "step 75: loss 0.",
+        "steps 41 to 100: loss 0.",
+        "loaded: loss 1.",
+        "step 100: {",
+        "written: ",
+        "told of step 100: 0.",
+    ):
         assert line in said, said
     assert "average of the parameters, P('fsdp'" in said and "accuracy 0.9" in said.splitlines()[-1]

@@ -21,6 +21,7 @@ from jaxdist.model import ModelDef
 from jaxdist.parallel.microbatch import check_batch_shape
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
+from jaxdist.parallel.program import check_axes
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.plan.verify.adds_up import Adder
 from jaxdist.plan.verify.findings import Fault, Verification, together
@@ -87,12 +88,11 @@ def verify_training(
 
 def _check(loss: Any, params: PyTree, batch: PyTree, mesh: Any) -> None:
     """Raise `UserError` for arguments of another kind."""
-    if not callable(loss) and not isinstance(loss, ModelDef):
-        raise UserError(f"loss: is a {type(loss).__name__}; allowed: a ModelDef, or a loss_fn(params, batch, keys)")
-    if params is None and not isinstance(loss, ModelDef | ModuleLoss):
-        raise UserError("params: None; allowed: the parameters of a loss_fn of your own, a pytree of arrays")
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh: is a {type(mesh).__name__}; allowed: a mesh with devices, jaxdist.make_mesh(fsdp=2)")
+    check_axes(loss, mesh, "loss")
+    if params is None and not isinstance(loss, ModelDef | ModuleLoss):
+        raise UserError("params: None; allowed: the parameters of a loss_fn of your own, a pytree of arrays")
     leaves = jax.tree.leaves(batch)
     rows = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves}
     if len(rows) != 1 or min(rows) < 2:

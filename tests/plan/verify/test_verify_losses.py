@@ -114,7 +114,7 @@ def test_frozen_parameters_are_computed_in_float64() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"loss": 3}, "loss: is a int; allowed: a ModelDef, or a loss_fn"),
+        ({"loss": 3}, "loss: is 3; allowed: a ModelDef, .* or a loss_fn"),
         ({"params": None}, "params: None; allowed: the parameters of a loss_fn of your own"),
         ({"mesh": 4}, "mesh: is a int; allowed: a mesh with devices"),
         ({"batch": np.ones((1, 4))}, "batch: leaves of \\[1\\] rows; allowed: .* of 2 rows or more"),
