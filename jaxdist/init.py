@@ -150,14 +150,14 @@ def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyT
 
 
 def _refuse_modules(source: PyTree) -> None:
-    """Raise `UserError` for a class, and for NNX modules and variables that are no parameters: as leaves they would be
-    trained."""
+    """Raise `UserError` for a class of Flax, and for NNX modules and variables that are no parameters: as leaves they
+    would be trained."""
     if callable(source) and "flax.linen" in [each.__module__.rpartition(".")[0] for each in type(source).__mro__]:
         raise UserError(
             f"params: is a {type(source).__name__} of Flax Linen; give what loss = jaxdist.linen_loss(module, variables"
             ", fn) returns, to make_train_step too: it takes the module apart"
         )
-    if isinstance(source, type):
+    if isinstance(source, type) and any(each.__module__.startswith("flax.") for each in source.__mro__):
         raise UserError(
             f"params: is the class {source.__name__}; allowed: a ModelDef, a loss of jaxdist.nnx_loss(module, fn), a "
             "function key -> parameters, or a tree of arrays; give one of these"

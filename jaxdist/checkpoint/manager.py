@@ -247,7 +247,7 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The record saved with a step."""
-        folder_of_step(self._folder, step)
+        self.wait() if step == self.under_way else folder_of_step(self._folder, step)
         with reading(f"checkpoint of step {step}"):
             found = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         return {key: value for key, value in found.items() if key != RECORD}

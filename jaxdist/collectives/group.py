@@ -141,8 +141,8 @@ def make_group(axis: Axes, groups: Groups | None = None) -> Group:
     if groups is None:
         return replace(Group.of(*sizes), axes=axes)
     total = math.prod(sizes)
-    lists = hasattr(groups, "__iter__") and all(hasattr(group, "__iter__") for group in groups)
-    members = tuple(tuple(group) for group in groups) if lists else ()
+    lists = [*groups] if hasattr(groups, "__iter__") else []
+    members = tuple(map(tuple, lists)) if all(hasattr(group, "__iter__") for group in lists) else ()
     ranks = [rank for group in members for rank in group if hasattr(rank, "__index__")]
     if not ranks or len({len(group) for group in members}) > 1 or len(ranks) < sum(map(len, members)):
         raise UserError(f"groups={groups!r:.80}: give at least one group, a list of ranks, all of the same size")

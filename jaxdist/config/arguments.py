@@ -11,7 +11,7 @@ from jaxdist.errors import UserError
 from jaxdist.files.user_path import user_path
 
 # The endings of names by which matplotlib knows a picture's format.
-_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")
+_PICTURES = (".png", ".svg", ".svgz", ".pdf", ".ps", ".eps", ".jpg", ".jpeg", ".tif", ".tiff", ".webp")
 
 
 def numeric(kind: type, **limits: Any) -> Callable[[str], Any]:
@@ -25,7 +25,7 @@ def numeric(kind: type, **limits: Any) -> Callable[[str], Any]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{show(text)}; allowed: {allowed}") from None
         if not rule.holds(value) or not abs(value) <= limit:  # no NaN either
-            most = f", at most {limit:g}" if rule.holds(value) else ""
+            most = f", at most {limit}" if rule.holds(value) else ""
             raise argparse.ArgumentTypeError(f"{text[:80]}; allowed: {allowed}{most}")
         return value
 
@@ -50,7 +50,7 @@ def output_file(text: str) -> Path:
 def picture_file(text: str) -> Path:
     """As `output_file`, of a picture, whose format is the ending of its name."""
     path = output_file(text)
-    if path.suffix.lower() not in _PICTURES:
+    if path.suffix.lower() not in ("", *_PICTURES):  # without one, matplotlib adds .png
         raise _refused(path, "no picture is called so", f"names that end in {', '.join(_PICTURES)}")
     return path
 

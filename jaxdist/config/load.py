@@ -14,7 +14,6 @@ from jaxdist.config.checks import check_config
 from jaxdist.config.reader import Dumper, field_of, read_config
 from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
-from jaxdist.errors import UserError
 from jaxdist.files.user_path import user_path
 
 _PLACES = "jaxdist.pretrained"  # above this folder, for it reads files of models: loaded where a key asks for it
@@ -38,20 +37,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
 
 
 def _with_tokenizer(config: Config) -> Config:
-    """With the tokenizer of the folder that the model or its parameters come from, where `data.tokenizer` is null.
-    Raises `UserError` for parameters of ids that are no bytes, and data of bytes."""
-    data = config.data
-    for key, where in (("model.from", config.model.from_), ("init.from", config.init.from_)):
-        if where is None or not (user_path(where, key=key) / "tokenizer.json").is_file():
-            continue
-        if getattr(data, "tokenizer", "") is None:
-            return replace(config, data=data.replace(tokenizer=where))
-        if key == "init.from" and any(part.source == "text" for part in data.parts() or (data,)):
-            raise UserError(
-                f"data.source: text, whose ids are bytes, but the parameters of init.from {where!r} are of the ids of"
-                " the tokenizer.json there; write the text as JSON lines for data.source=jsonl, or make ids with"
-                f" scripts/prepare_data.py --tokenizer {where}/tokenizer.json for data.source=tokens"
-            )
+    """With the tokenizer of the folder that the model or its parameters come from, where `data.tokenizer` is null."""
+    if getattr(config.data, "tokenizer", "") is None:
+        for key, where in (("model.from", config.model.from_), ("init.from", config.init.from_)):
+            if where is not None and (user_path(where, key=key) / "tokenizer.json").is_file():
+                return replace(config, data=config.data.replace(tokenizer=where))
     return config
 
 

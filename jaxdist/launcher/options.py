@@ -36,7 +36,8 @@ def check_separator(parser: CommandParser, arguments: Sequence[str]) -> None:
     """Raise `UserError` where the command stands without `--` before it. parser: of the arguments before `--`."""
     rest = [] if "--" in arguments else parser.parse_known_args(arguments)[1]
     if rest and not rest[0].startswith("-"):
-        at = list(arguments).index(rest[0])
+        at = len(arguments) - len(rest)  # what is not known is its end, but where options follow the command
+        at = at if list(arguments[at:]) == rest else list(arguments).index(rest[0])
         meant = f"{parser.prog} {shlex.join([*arguments[:at], '--', *arguments[at:]])}"
         raise UserError(f"command: {rest[0]!r} has no -- before it; allowed: OPTIONS -- COMMAND; write {meant}")
 

@@ -1,6 +1,5 @@
 """The moving average of parameters, as a part of the optimizer's state."""
 
-from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gra
 
     In the optimizer's state it is sharded like the parameters, saved with them, and left alone by a skipped step.
     """
-    if not isinstance(decay, Real) or not 0 < decay < 1:
+    if not hasattr(decay, "__float__") or not 0 < decay < 1:
         raise UserError(f"ema: {decay!r}; allowed: a number between 0 and 1, such as 0.999; or None for no average")
     check_optimizer(optimizer)
     inner = optax.with_extra_args_support(optimizer)

@@ -55,7 +55,7 @@ def per_block(optimizer: optax.GradientTransformation, *, matrices: bool = False
 
     A `ModelDef` stacks its blocks, so that a norm's scale [W] is one array [L, W] of all L blocks. Wrap what looks at
     the dims or the norm of a parameter: masks by `ndim`, Muon, LAMB, LARS, Adafactor, `adaptive_grad_clip`. What adds
-    up over all parameters stays outside.
+    up over all parameters stays outside; so do optimizers that estimate one number of all, as Prodigy's.
 
     optimizer: of optax, whose update takes (grads, state, params). A mask must be a function of the tree: it sees
         {"blocks": one block}, and {"embed": ..., "head": ...}.

@@ -34,7 +34,8 @@ def check_optimizer(optimizer: Any) -> None:
     """Raise `UserError` for what is no optimizer of optax, such as a function that makes one, or needs the loss."""
     check_argument("optimizer", optimizer, hasattr(optimizer, "init") and hasattr(optimizer, "update"))
     taken = inspect.signature(optimizer.update).parameters.values()  # a chain's hide what its members need
-    if needs := [each.name for each in taken if each.kind is each.KEYWORD_ONLY and each.default is each.empty]:
+    needs = [each.name for each in taken if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if needs and needs != ["shardings"]:
         from jaxdist.config.wrong_calls import refuse_needs
 
         refuse_needs(needs)
@@ -48,7 +49,7 @@ def call_update(optimizer: Any, grads: PyTree, opt_state: Any, params: PyTree, *
     try:
         found: tuple[PyTree, Any] = optax.with_extra_args_support(optimizer).update(grads, opt_state, params, **extra)
     except TypeError as error:
-        if missing := re.search(r"missing .* required keyword-only arguments?: (.*)", str(error)):
+        if missing := re.search(r"update\w*\(\) missing .* required keyword-only arguments?: (.*)", str(error)):
             from jaxdist.config.wrong_calls import refuse_needs
 
             refuse_needs(re.findall(r"'(\w+)'", missing[1]), error)

@@ -85,9 +85,9 @@ _constant.defjvp(_differentiated, symbolic_zeros=True)
 @functools.cache  # once
 def _tell_constant() -> None:
     logging.getLogger("jaxdist").warning(
-        "loss_fn: the weight depends on parameters, and no gradient flows through it; return one that counts rows, and"
-        " divide in the loss, by jaxdist.batch_mean(losses, weights) (docs/own_loss.md); jax.lax.stop_gradient(weight)"
-        " says that it is meant"
+        "loss_fn: the weight depends on parameters, or comes from a custom_vjp, and no gradient flows through it; let"
+        " it count rows, and divide in the loss, by jaxdist.batch_mean(losses, weights) (docs/own_loss.md);"
+        " jax.lax.stop_gradient(weight) says that it is meant"
     )
 
 

@@ -73,12 +73,23 @@ def _params_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tu
                 " all hosts"
             )
         found.check_architecture(config.model.resolved(), init.partial)
+        _check_ids(found, config)
         _check_adapters(found, config)
         # Adapters begin at random beside parameters that have none.
         new = config.optimizer.lora.rank and not any(fnmatch(name, LORA) for name in found.shapes())
         partial = (*init.partial, LORA) if new else init.partial
         params = found.load(target.params, fresh=fresh, partial=partial, order=order, say=say)
     return params, {"from": init.from_, "digest": digests[0]}
+
+
+def _check_ids(found: Pretrained, config: Config) -> None:
+    """Raise `UserError` for parameters of the ids of a tokenizer, and data whose ids are bytes."""
+    if found.tokenizer is not None and any(part.source == "text" for part in config.data.parts() or (config.data,)):
+        raise UserError(
+            f"data.source: text, whose ids are bytes, but the parameters of {_KEY} {config.init.from_!r} are of the ids"
+            f" of the tokenizer in {found.tokenizer}; write the text as JSON lines for data.source=jsonl, or make ids"
+            f" with scripts/prepare_data.py --tokenizer {found.tokenizer} for data.source=tokens"
+        )
 
 
 def _check_adapters(found: Pretrained, config: Config) -> None:

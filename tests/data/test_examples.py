@@ -190,13 +190,6 @@ def test_the_tokenizer_of_the_folder_that_a_run_starts_from(tmp_path: Path) -> N
     assert jsonl(tmp_path / "a.jsonl", tokenizer="bytes").vocab == 256
 
 
-@pytest.mark.parametrize("bytes_of_text", ['data.mixture=["a 1 text stdlib","b 1 text stdlib"]', "data.source=text"])
-def test_bytes_are_no_ids_of_a_model_with_a_tokenizer(tmp_path: Path, bytes_of_text: str) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="data.source: text, whose ids are bytes, .*data.source=jsonl, or make ids"):
-        load_config("configs/quickstart.yaml", [bytes_of_text, f"init.from={tmp_path}"])
-
-
 def test_a_mixture_of_examples(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", ADD)
     lines(tmp_path / "b.jsonl", [{"text": f"text {i}"} for i in range(30)])

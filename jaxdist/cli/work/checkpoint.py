@@ -28,7 +28,6 @@ from jaxdist.data import load_source
 from jaxdist.data.text.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
 from jaxdist.errors import UserError
 from jaxdist.files.regular import DAMAGED, read_regular, replace_file
-from jaxdist.files.user_path import user_path
 from jaxdist.model import ModelDef, rules_of
 from jaxdist.observe import read_metrics, redact_settings
 from jaxdist.optim import only_trained
@@ -95,13 +94,14 @@ def export_as(stored: Stored, output: Path, arguments: Namespace) -> str:
 
 
 def _tokenizer_of(stored: Stored) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of a run's data; where its folder is not there any more, what to say of it."""
+    """The tokenizer of a run's data; where it cannot be read any more, what to say of it."""
     folder = stored.meta.get("config", {}).get(_TOKENIZER)
     if folder in (None, "bytes"):
         return None, ""
-    if not user_path(folder, key=_TOKENIZER).exists():
-        return None, f"; without a tokenizer: {folder} is not there"
-    return load_tokenizer(Path(folder), key=_TOKENIZER), ""
+    try:
+        return load_tokenizer(Path(folder), key=_TOKENIZER), ""
+    except UserError as error:  # the model does not need it
+        return None, f"; without a tokenizer: {error}"
 
 
 def listing(run_dir: Path) -> list[str]:
@@ -180,7 +180,7 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     params = unflatten_dict({name: jnp.asarray(_mean(steps, name)) for name in newest.params()}, sep=".")
     rest = jax.tree.map(jnp.asarray, newest.rest())
     others = {name: rest[name] for name in ("guard", "model_state") if name in rest}
-    if newest.meta.get("train", {}).get("ema") is not None:  # it is what evaluations read
+    if newest.averages():  # what evaluations read
         rest["opt_state"]["ema"] = _typed_like(rest["opt_state"]["ema"], params)
     state = TrainState(rest["step"], params, rest["opt_state"], **others)
     meta = {name: value for name, value in without_order(newest.meta).items() if name != "ending"}

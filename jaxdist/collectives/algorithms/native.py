@@ -20,6 +20,7 @@ from jaxdist.collectives.transpose import linear
 from jaxdist.errors import UserError
 from jaxdist.mesh import traced_for_gpus
 
+_ORDERED = [jnp.dtype(each) for each in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)]  # as their bits are
 REDUCE: dict[str, Callable[..., Array]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
@@ -43,7 +44,7 @@ def _extreme_by_bits(x: Array, group: Group, op: str) -> Array:
 def _all_reduce(x: Array, group: Group, op: str) -> Array:
     groups = _index_groups(group)
     if groups is None:
-        drops_nan = op != "sum" and jnp.issubdtype(x.dtype, jnp.floating) and not traced_for_gpus()
+        drops_nan = op != "sum" and x.dtype in _ORDERED and not traced_for_gpus()
         return _extreme_by_bits(x, group, op) if drops_nan else REDUCE[op](x, group.axes)
     # psum, pmax and pmin have no groups under shard_map.
     mine = _reduce_scatter(padded_parts(x, group.n), group, op, 0)

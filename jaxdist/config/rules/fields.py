@@ -96,7 +96,7 @@ class Rule:
             text = "true or false"
         else:
             bounds = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
-            parts = [f"{sign} {limit:g}" for sign, limit in bounds.items() if limit is not None]
+            parts = [f"{sign} {limit:.15g}" for sign, limit in bounds.items() if limit is not None]
             text = " ".join([_NAMES.get(kind, "a list of sections"), " and ".join(parts)]).strip()
         text = "true, false, or " + text if self.switch else text
         text += f", or {self.also}" if self.also is not None else ""
