@@ -148,7 +148,7 @@ def one_saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkp
 
 
 def test_scalars_in_the_record_become_numbers(one_saved: tuple[Checkpoints, TrainState]) -> None:
-    one_saved[0].wait()
+    """Asked for while the save is under way, too."""
     assert one_saved[0].meta(4) == {"loss": 0.5, "seen": {"rows": [3, 1.0]}}
 
 

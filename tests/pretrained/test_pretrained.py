@@ -1,6 +1,7 @@
 """Parameters that exist already: the same bits in every layout, and one line for what does not fit."""
 
 import re
+import shutil
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -111,6 +112,17 @@ def test_other_sizes(kind: str, origin: Path) -> None:
     np.testing.assert_array_equal(rows[:258], table)
     np.testing.assert_allclose(rows[259], np.mean(np.asarray(table, np.float64), axis=0), rtol=1e-6)
     assert said[-1].endswith("the vocabulary has 258 rows there, 2 were added: the mean of the others")
+
+
+@NEEDS
+def test_bytes_are_no_ids_of_a_tokenizer(origin: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    folder = Path(shutil.copytree(origin / "hf", tmp_path / "hf"))
+    config = replace(gpt2(), init=InitConfig(str(folder)))
+    started(config)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="data.source: text, whose ids are bytes, .*data.source=jsonl, or make ids"):
+        started(config)
 
 
 @pytest.mark.slow

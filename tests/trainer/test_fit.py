@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jobs import Processes, free_port
 
 import jaxdist
+from jaxdist.cli.work.checkpoint import average
 from jaxdist.data import own_batches
 from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded
 from jaxdist.errors import UserError
@@ -326,6 +327,9 @@ def test_moving_average(bare: Loop, tmp_path: Path) -> None:
     for ema, saved in ((False, done.state.params), (True, done.ema)):
         with jaxdist.open_pretrained(tmp_path, ema=ema) as pretrained:
             same(pretrained.load(target, say=lambda line: None), saved)
+    average(tmp_path, tmp_path / "mean", last=1)  # of one step: its parameters, which are then the moving average too
+    with jaxdist.open_pretrained(tmp_path / "mean", ema=True) as pretrained:
+        same(pretrained.load(target, say=lambda line: None), done.state.params)
 
 
 def test_an_average_without_frozen_parameters() -> None:
