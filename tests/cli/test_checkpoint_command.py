@@ -139,9 +139,8 @@ def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
-    for last, message in ((4, r"--last: 4, but the complete steps in .* are: 2, 4, 10$"), (0, r"--last: 0; allowed")):
-        with pytest.raises(UserError, match=message):
-            average(run_dir, tmp_path / "mean", last=last)
+    with pytest.raises(UserError, match=r"--last: 4, but the complete steps in .* are: 2, 4, 10$"):
+        average(run_dir, tmp_path / "mean", last=4)
     with pytest.raises(UserError, match=r"holds no checkpoints; give a run directory"):
         listing(tmp_path)
     with pytest.raises(UserError, match=r"--output: .* is there already"):

@@ -83,6 +83,7 @@ def test_the_line_names_the_argument(
             "command: 'sh' has no -- before it; allowed: OPTIONS -- COMMAND; write launch.py -n 1 --log-dir sh -- sh a",
         ),
         ("virtual_hosts.py", ["-n", "2", "sh", "-c", "a b"], "command: 'sh' has no -- before it"),
+        ("checkpoint.py", ["average", "x", "--output", "y", "--last", "0"], "--last: 0; allowed: an integer >= 1"),
         ("bench/kills.py", ["--layouts", "three"], "--layouts: three; allowed: one, two"),
         ("bench/step.py", ["--steps", "0"], "--steps: 0; allowed: an integer >= 1"),
         ("bench/step.py", ["--json", "no/x"], "--json: 'no/x': its folder does not exist; "),
