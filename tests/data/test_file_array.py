@@ -189,7 +189,7 @@ def test_a_run_stops_and_goes_on_with_the_same_data_only(
     assert "train.bin' was changed while it was in use: written at" in line
     assert '"action": "stopped"' in (tmp_path / "run" / "incidents.jsonl").read_text()
     assert enabled == [2]
-    with pytest.raises(UserError, match=r"^data\.sha256: .*; set it back"):
+    with pytest.raises(UserError, match=r"^data.path: other data .*; set it back"):
         train(run, tmp_path / "run")
     ids_file(path, ids)  # another time, the same content
     assert train(run, tmp_path / "run") == DONE
