@@ -69,11 +69,15 @@ def test_the_scale_stays_finite_and_a_fixed_one_stays() -> None:
     assert float(next_guard(fresh_guard(), jnp.asarray(False), None).scale) == 0
 
 
-def test_finite_trees() -> None:
-    tree = {"a": jnp.ones(3), "b": jnp.arange(3), "c": jnp.ones((2, 2), jnp.float16)}
-    assert tree_is_finite(tree) and tree_is_finite(())
-    for bad in (jnp.inf, jnp.nan):
-        assert not tree_is_finite({**tree, "c": tree["c"].at[1, 1].set(bad)})
+@pytest.mark.parametrize("shape", [(), (2, 2), (70_001,), (1, 5000), (5000, 1), (3, 40, 500)])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_finite_trees(shape: tuple[int, ...], dtype: jnp.dtype) -> None:
+    largest = jnp.full(shape, jnp.finfo(dtype).max, dtype)  # sums of it overflow
+    tree = {"a": jnp.ones(3), "b": jnp.arange(3), "c": largest, "none": jnp.ones((0, 4))}
+    finite = jax.jit(tree_is_finite)
+    assert finite(tree) and finite(())
+    for bad in (jnp.inf, -jnp.inf, jnp.nan):
+        assert not finite({**tree, "c": largest.at[(-1,) * len(shape)].set(bad)})
 
 
 def test_spikes_are_judged_by_the_median() -> None:
