@@ -291,7 +291,7 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
                     complete = loop(run, work, stop)[1]
             except (NonFinite, ReplicasDiffer) as error:
                 settle(run.outputs)
-                run.outputs.console.line(f"failed: {error}")
+                run.outputs.failed(str(error))
                 raise
             watch.crumbs.enter("settle")
             if not all_saved(run.outputs):

@@ -148,6 +148,11 @@ class Outputs:
             raise UserError(f"{what}; mend it, or give another folder") from error
         self.sinks = stack.enter_context(make_sinks(observe, self.warn).open(self.folder, config, resume_step or 0))
 
+    def failed(self, why: str) -> None:
+        """Say, on the console and to the sinks, that the run has failed."""
+        self.sinks.run_failed = True
+        self.console.line(f"failed: {why}")
+
     def close_metrics(self) -> None:
         """Close metrics.jsonl. A full disk is said, and does not end the run."""
         try:

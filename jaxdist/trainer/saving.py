@@ -59,5 +59,5 @@ def all_saved(outputs: Outputs) -> bool:
         return True
     newest = outputs.checkpoints.latest()
     there = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
-    outputs.console.line(f"failed: {failed}; {there}")
+    outputs.failed(f"{failed}; {there}")
     return False

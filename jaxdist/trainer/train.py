@@ -300,7 +300,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
                 step, complete = loop(run, replace(work_of(run), ends=ending, restored=ending.restore), stop)
         except NonFinite as error:
             settle(outputs)
-            console.line(f"failed: {error}")
+            outputs.failed(str(error))
             return FAILED
         except ReplicasDiffer as error:  # it was not saved: the newest checkpoint is good
             settle(outputs)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from matplotlib.image import imread
 from wandb_server import synced
 
 from jaxdist.config.checks import check_packages
+from jaxdist.config.load import load_config
 from jaxdist.config.sections.observe import ObserveConfig, WandbConfig
 from jaxdist.errors import UserError
 from jaxdist.observe import MetricsWriter, read_metrics
@@ -29,6 +31,7 @@ from jaxdist.observe.sinks import Image, Sinks
 from jaxdist.observe.sinks.mlflow import MLflow
 from jaxdist.observe.sinks.tensorboard import TensorBoard
 from jaxdist.observe.sinks.wandb import WandB
+from jaxdist.trainer.train import train
 
 CONFIG = """
 model: {{layers: 1, width: 16, heads: 2}}
@@ -58,6 +61,7 @@ class Failing:
 
     def __init__(self, *full: int) -> None:
         self.full, self.steps = full, list[float]()
+        self.told_failed: bool | None = None
 
     def open(self, run_dir: Path, config: str, step: int) -> None:
         if 0 in self.full:
@@ -71,8 +75,8 @@ class Failing:
     def pictures(self, step: int, images: Mapping[str, Image]) -> None:
         self.record({"step": step})
 
-    def close(self) -> None:
-        pass
+    def close(self, *, failed: bool) -> None:
+        self.told_failed = failed
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -112,6 +116,28 @@ def test_a_sink_that_fails_is_said_and_counted() -> None:
         "observe.tensorboard: OSError: [Errno 28] No space left on device; at step 2; the run goes on",
         "observe.tensorboard: failed 3 times; metrics.jsonl has every step",
     ]
+
+
+@pytest.mark.parametrize(("error", "failed"), [(None, False), (OSError, True), (KeyboardInterrupt, False)])
+def test_a_sink_is_told_whether_the_run_failed(error: type[BaseException] | None, failed: bool) -> None:
+    sink = Failing()
+    with suppress(OSError, KeyboardInterrupt), Sinks({"mlflow": sink}).open(Path(), "", 0):
+        if error is not None:
+            raise error
+    assert sink.told_failed is failed
+
+
+@pytest.mark.parametrize(("rate", "failed"), [(1e-3, False), (1e30, True)])
+def test_a_run_tells_its_sinks_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, failed: bool
+) -> None:
+    (tmp_path / "text").write_text("some words " * 100)
+    (tmp_path / "run.yaml").write_text(CONFIG.format(path=tmp_path / "text", keys="report: false"))
+    changed = [f"optimizer.lr={rate}", "optimizer.schedule=constant"]
+    sink = Failing()
+    monkeypatch.setattr("jaxdist.trainer.run.make_sinks", lambda observe, warn: Sinks({"mlflow": sink}, warn))
+    assert train(load_config(tmp_path / "run.yaml", changed), tmp_path / "run") == int(failed)
+    assert sink.told_failed is failed
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,12 +71,12 @@ class MLflow:
                 path.write_bytes(image.png)
                 self._client.log_artifact(self._run, str(path), "report")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """As `Sink.close`."""
         try:
             self._sender.finish()
         finally:
-            self._client.set_terminated(self._run, "FINISHED")
+            self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
     def _put(self, record: Mapping[str, float]) -> None:
         """Give a line to the sender, if MLflow does not have it."""

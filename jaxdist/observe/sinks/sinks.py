@@ -34,8 +34,8 @@ class Sink(Protocol):
         step: the last one, which is recorded
         """
 
-    def close(self) -> None:
-        """End, so that all of it can be read."""
+    def close(self, *, failed: bool) -> None:
+        """End, so that all of it can be read. failed: whether the run has."""
 
 
 class Sinks:
@@ -48,6 +48,7 @@ class Sinks:
         self._made, self._warn = dict(sinks or {}), warn
         self._open: list[str] = []
         self._failed: dict[str, int] = {}
+        self.run_failed = False  # what `close` tells the sinks
         self._given: tuple[Path, str] = Path(), ""
 
     def open(self, run_dir: Path, config: str, step: int) -> Self:
@@ -78,7 +79,7 @@ class Sinks:
     def close(self) -> None:
         """Close each, and say how often it failed."""
         for name in self._open:
-            self._do(name, None, lambda sink: sink.close())
+            self._do(name, None, lambda sink: sink.close(failed=self.run_failed))
             if self._failed.get(name, 0) > 1:
                 what = f"observe.{name}: failed {self._failed[name]} times; metrics.jsonl has every step"
                 self._warn({"what": what, "action": "went on"})
@@ -87,7 +88,8 @@ class Sinks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.run_failed |= kind is not None and issubclass(kind, Exception)  # not where the user interrupts it
         self.close()
 
     def _do(self, name: str, step: int | None, call: Callable[[Sink], None]) -> bool:

@@ -65,7 +65,7 @@ class TensorBoard:
             events.append(event)
         replace_file(self._folder / (_name(now) + _PICTURES), b"".join(map(_framed, events)))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """As `Sink.close`."""
         with self._file:
             self._flush()

@@ -70,9 +70,9 @@ class WandB:
             made[f"report/{name}"] = wandb.Image(pixels, caption=image.text)
         self._run.log(made, step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """As `Sink.close`."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
 
     def _id(self, run_dir: Path, *, new: bool) -> str:
         path = run_dir / ID_FILE
