@@ -49,8 +49,8 @@ def make_mesh(
     >>> jaxdist.make_mesh(data=2, fsdp=-1).shape["fsdp"]  # of 8 devices
     4
     """
-    if given:
-        raise UserError(f"mesh: {given[0]!r:.60} names no axis; allowed: {', '.join(AXES)}; give sizes by name: fsdp=8")
+    if wrong := given or ((devices,) if isinstance(devices, int | str) else ()):
+        raise UserError(f"mesh: {wrong[0]!r:.60} names no axis; allowed: {', '.join(AXES)}; give sizes by name: fsdp=8")
     for axis in unknown:
         near = nearest(axis, AXES, cutoff=0.5)
         hint = f"; did you mean {near}={unknown[axis]}?" if near else ""
@@ -76,9 +76,8 @@ def make_mesh(
         shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise UserError(f"mesh: {shape} needs {total} devices, there are {len(pool)}; make the mesh smaller")
     if missing := {device.process_index for device in pool} - {device.process_index for device in pool[:total]}:
-        least = min(missing)
         raise UserError(
-            f"mesh: {total} devices leave process {least} without one; enlarge it, or start fewer processes"
+            f"mesh: {total} devices leave process {min(missing)} without one; enlarge it, or start fewer processes"
         )
     if devices is None and total < len(pool) and jax.process_index() == 0:
         _tell_idle(total, len(pool))

@@ -126,6 +126,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: jaxdist.make_mesh(8),  # type: ignore[arg-type]
         ["mesh: 8 names no axis", "pipe, data, fsdp", "give sizes by name: fsdp=8"],
     ),
+    "a number of devices": (
+        lambda: jaxdist.make_mesh(devices=8),  # type: ignore[arg-type]
+        ["mesh: 8 names no axis", "give sizes by name: fsdp=8"],
+    ),
     "a text as a size": (
         lambda: jaxdist.make_mesh(data="2"),  # type: ignore[arg-type]
         ["mesh.data='2': allowed are integers >= 1"],

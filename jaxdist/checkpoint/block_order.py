@@ -21,12 +21,18 @@ NONE = -1  # in place of a dim
 _OTHER_LAYERS = "model.layers: {}, but the checkpoint holds {} blocks; set it back"
 
 
+def settings_of_run(meta: dict[str, Any]) -> dict[str, Any]:
+    """The record of a checkpoint that `scripts/train.py` saved; {} of another one. `fit` writes no model there, and a
+    loop of the user's own what it likes."""
+    return meta if {"model", "data", "train", "optimizer"} <= meta.keys() else {}
+
+
 def saved_order(meta: dict[str, Any]) -> np.ndarray | None:
     """The block that each row of a checkpoint holds; None for the model's order. Only older versions saved another one.
 
     meta: the record saved with the checkpoint.
     """
-    parallel = meta.get("parallel") or {}
+    parallel = settings_of_run(meta).get("parallel") or {}
     chunks, blocks = parallel.get("chunks", 1), parallel.get("stages", [])
     if chunks == 1 and not blocks:
         return None

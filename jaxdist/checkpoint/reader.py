@@ -26,24 +26,20 @@ def is_complete(folder: Path) -> bool:
     return folder.name.isdigit() and (folder / "_CHECKPOINT_METADATA").is_file() and (folder / "state").is_dir()
 
 
-def newest_of(folder: Path) -> Path | None:
-    """The newest complete step directly in a folder, as that of a loop of one's own is; None: it has none."""
-    complete = [path for path in folder.iterdir() if is_complete(path)] if folder.is_dir() else []
-    return max(complete, key=lambda path: int(path.name), default=None)
-
-
 def step_folders(run_dir: Path) -> list[Path]:
-    """All folders of steps in a run directory, in order, complete or not. Raises `UserError` where there is none."""
-    folder = run_dir / FOLDER
+    """All folders of steps in a run directory, in order, complete or not. A loop of one's own has no run directory: its
+    folder of checkpoints will do. Raises `UserError` where there is none."""
+    folder = run_dir / FOLDER if (run_dir / FOLDER).is_dir() else run_dir
     named = re.compile(r"[0-9]+(\..*)?")
     found = [path for path in folder.iterdir() if named.fullmatch(path.name)] if folder.is_dir() else []
     if not found:
-        raise UserError(f"{run_dir}: holds no checkpoints; give a run directory, one with a folder {FOLDER}")
+        raise UserError(f"{run_dir}: holds no checkpoints; give a run directory, or the folder of a loop of your own")
     return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), path.name))
 
 
 def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list["Stored"]:
-    """The newest `last` complete steps, oldest first; or the one `step`. Raises `UserError` when they are not there."""
+    """The newest `last` complete steps of `step_folders`, oldest first; or the one `step`. Raises `UserError` where
+    they are not there."""
     complete = [path for path in step_folders(run_dir) if is_complete(path)]
     chosen = complete[-last:] if step is None else [path for path in complete if path.name == str(step)]
     if not chosen or (step is None and len(chosen) < last):

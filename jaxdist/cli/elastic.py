@@ -67,9 +67,11 @@ def main(argv: Sequence[str], prog: str = "jaxdist elastic") -> int:
     path, overrides = take_config(parser, arguments)
     _check(arguments)
     config = load_config(path, overrides)
+    from jaxdist.files.user_path import user_path
     from jaxdist.runtime.run_folder import new_run_directory
 
-    folder = Path(arguments.run_dir) if arguments.run_dir else new_run_directory(path)
+    given = arguments.run_dir
+    folder = user_path(given, key="--run-dir") if given else new_run_directory(path)
     return _run(config, arguments, folder)
 
 

@@ -12,6 +12,7 @@ _ALLOWED = {
     "grad_sync": "a jaxdist.GradSync; give grad_sync=jaxdist.GradSync(algorithm='ring')",
     "freeze": "a sequence of patterns; give freeze=('embed.*',)",
     "options": "a jaxdist.StepOptions, or None; give its fields as keywords, strategy='zero3'",
+    "callbacks": "functions (step, metrics); give callbacks=[f]",
     "state": "a TrainState, as jaxdist.init_state makes it; call step(state, batch)",
     "optimizer": "what a call of optax makes; give optax.adam(1e-3)",
     "model": _MODEL,

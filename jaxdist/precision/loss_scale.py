@@ -59,10 +59,10 @@ def is_finite(*values: jax.Array) -> jax.Array:
 
 def tree_is_finite(tree: PyTree) -> jax.Array:
     """Whether all numbers in a tree of arrays are finite. For use under `jit`; arrays may be in host memory."""
-    floats = [leaf for leaf in jax.tree.leaves(fetched(tree)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    leaves = map(jnp.atleast_1d, jax.tree.leaves(fetched(tree)))
+    floats = (leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
     # 0 times inf or NaN is NaN. XLA:CPU takes four times as long for `(leaf * 0).sum()`, eight for `isfinite(leaf)`.
-    rows = (leaf @ jnp.zeros(leaf.shape[-1], leaf.dtype) for leaf in map(jnp.atleast_1d, floats))
-    return functools.reduce(jnp.logical_and, (jnp.isfinite(row.sum()) for row in rows), jnp.ones((), bool))
+    return is_finite(jnp.zeros(()), *((leaf @ jnp.zeros(leaf.shape[-1], leaf.dtype)).sum() for leaf in floats))
 
 
 def is_halted(guard: Guard, max_skips: int) -> jax.Array:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxdist.checkpoint.huggingface.family import CONFIG
-from jaxdist.checkpoint.reader import FOLDER, is_complete, newest_of
+from jaxdist.checkpoint.reader import FOLDER, is_complete
 from jaxdist.errors import UserError
 from jaxdist.files.user_path import user_path
 from jaxdist.pretrained.flat import Flat
@@ -38,10 +38,8 @@ def open_pretrained(where: str | Path, *, key: str = "where", ema: bool = False)
     path = user_path(where, key=key)
     if path.is_file() and path.suffix == ".safetensors":
         found: Pretrained = Flat(path, key=key)
-    elif is_complete(path) or (path / FOLDER).is_dir():
+    elif is_complete(path) or (path / FOLDER).is_dir() or (path.is_dir() and any(map(is_complete, path.iterdir()))):
         return Saved(path, key=key, ema=ema)
-    elif step := newest_of(path):
-        return Saved(step, key=key, ema=ema)
     elif (path / CONFIG).is_file():
         found = Folder(path, key=key)
     else:

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
-from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved_order
+from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved_order, settings_of_run
 from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
@@ -43,9 +43,7 @@ class Saved(Pretrained):
         else:
             (self._stored,) = open_steps(where)
             run = where
-        meta = self._stored.meta
-        if not {"model", "data", "train", "optimizer"} <= meta.keys():
-            meta = {}  # of `fit`, or of a loop of the user's own, who writes there what he likes
+        meta = settings_of_run(self._stored.meta)
         for section in ("model", "data", "train", "optimizer", "config"):
             if not isinstance(meta.get(section, {}), dict):
                 raise UserError(f"{key}: the record of step {self._stored.step} of {run} has no section {section}")

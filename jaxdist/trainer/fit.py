@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxdist.build import Parts, skips_steps
 from jaxdist.config.checks import check_packages
 from jaxdist.config.load import settings_by_key
-from jaxdist.config.rules.fields import keys
+from jaxdist.config.rules.fields import check_argument, keys
 from jaxdist.config.schema import Config
 from jaxdist.data import Source
 from jaxdist.data.own_batches import OwnBatches, Placing
@@ -65,7 +65,6 @@ SETTINGS = (
     "checkpoint.keep_best", "checkpoint.resume", "observe.console", "observe.log_every", "observe.tensorboard",
     "observe.mlflow", "data.prefetch",
 )  # fmt: skip
-
 
 # Keywords that others have for what `fit` takes in another way.
 ELSEWHERE = {"epochs": "steps=, the number of the last step", "batch_size": "data, which gives whole batches"}
@@ -171,8 +170,9 @@ def fit(
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
     eval_loss = eval_loss or getattr(model, "evaluation", None) or model
-    told = (callbacks,) if callable(callbacks) else tuple(callbacks)
-    given = _Given(data, eval_data, eval_loss, patience, told, averages=ema is not None)
+    told: Any = (callbacks,) if callable(callbacks) else callbacks
+    check_argument("callbacks", told, isinstance(told, Sequence) and all(map(callable, told)))
+    given = _Given(data, eval_data, eval_loss, patience, tuple(told), averages=ema is not None)
     return _fit(plan, given, fresh, None if run_dir is None else str(run_dir))
 
 

@@ -137,6 +137,20 @@ def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
         assert np.array_equal(mean.param(".".join(key.key for key in path)), leaf)
 
 
+@pytest.mark.parametrize("meta", [{}, {"parallel": "mine", "model": "mine"}])
+def test_a_folder_of_a_loop_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: dict[str, Any]
+) -> None:
+    with Checkpoints(tmp_path / "own", keep=9) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, TrainState(jnp.int32(step), {"w": jnp.full(3, float(step))}, ()), meta)
+    assert [line.split()[0] for line in listing(tmp_path / "own")] == ["step", "1", "2"]
+    assert check_all(tmp_path / "own") == 0 and capsys.readouterr().out == "1: ok\n2: ok\n"
+    average(tmp_path / "own", tmp_path / "mean", last=2)
+    (mean,) = open_steps(tmp_path / "mean")
+    assert np.array_equal(mean.param("w"), np.full(3, 1.5))
+
+
 @pytest.mark.slow
 def test_average_refuses(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--last: 4, but the complete steps in .* are: 2, 4, 10$"):

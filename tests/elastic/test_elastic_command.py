@@ -122,6 +122,14 @@ def test_a_stop_names_the_folder(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_the_run_directory_may_be_at_home(
+    folder: Path, started: list[Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    assert main(["elastic", "my.yaml", "--run-dir", "~/run"]) == 0
+    assert f"log        {folder}/home/run/elastic.jsonl" in capsys.readouterr().out
+
+
 def test_a_run_says_where_its_log_is(folder: Path, started: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["elastic", "my.yaml", "--run-dir", "new"]) == 0
     said = capsys.readouterr().out

@@ -701,6 +701,8 @@ def test_a_run_that_goes_on_in_another_layout_says_so(tmp_path: Path, capsys: py
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "a number of callbacks": ({"callbacks": 3}, "callbacks: is 3; allowed: functions (step, metrics); give"),
+    "a callback's result": ({"callbacks": [None]}, "callbacks: is a list; allowed: functions (step, metrics); give"),
     "no params": ({"params": None}, "params: None; a loss_fn of your own needs them"),
     "ema": ({"ema": 1.0}, "ema: 1.0; allowed: a number between 0 and 1"),
     "a text as ema": ({"ema": "0.9"}, "ema: '0.9'; allowed: a number between 0 and 1"),

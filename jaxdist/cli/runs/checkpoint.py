@@ -27,7 +27,8 @@ def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
         ("export", "to Hugging Face safetensors"),
         ("average", "the mean of steps"),
     ):
-        commands.add_parser(name, help=text).add_argument("run_dir", metavar="RUN_DIR", type=Path, help="of a run")
+        where = "of a run, or the folder in which your own loop saves"
+        commands.add_parser(name, help=text).add_argument("run_dir", metavar="RUN_DIR", type=Path, help=where)
     for name in ("export", "average"):
         commands.choices[name].add_argument(
             "--output", required=True, metavar="DIR", type=output_folder, help="a new folder"
