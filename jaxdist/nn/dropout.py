@@ -43,14 +43,20 @@ def dropout_columns(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) 
 def dropout_heads(
     x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, split: ContextSplit | None = None
 ) -> jax.Array:
-    """Dropout of x [B, h, ...], whose heads are split over `tensor`.
+    """Dropout of x [B, h, ...], whose heads are split over `tensor`. split: as for `kept_heads`."""
+    return drop(x, kept_heads(x.shape, keys_B, site=site, rate=rate, split=split), rate) if rate else x
+
+
+def kept_heads(
+    shape: tuple[int, ...], keys_B: jax.Array, *, site: int, rate: float, split: ContextSplit | None = None
+) -> jax.Array:
+    """What `dropout_heads` keeps of an array of this shape, [B, h, ...]: True or False.
 
     split: what `context` has split: the heads, too, or the queries, which are dim 2. None: nothing, or it is off.
     """
-    if not rate:
-        return x
-    local, count = x.shape[1], context_size()
+    _, local, *rest = shape
+    count = context_size()
     group = rank("tensor") * count + rank("context") if split == "heads" else rank("tensor")
-    shape = (x.shape[2] * count, *x.shape[3:]) if split == "queries" else x.shape[2:]
-    keep = by_head(lambda key: jax.random.bernoulli(key, np.float32(1 - rate), shape), keys_B, site, group, local)
-    return drop(x, own_context(keep, dim=2) if split == "queries" else keep, rate)
+    whole = (rest[0] * count, *rest[1:]) if split == "queries" else tuple(rest)
+    keep = by_head(lambda key: jax.random.bernoulli(key, np.float32(1 - rate), whole), keys_B, site, group, local)
+    return own_context(keep, dim=2) if split == "queries" else keep

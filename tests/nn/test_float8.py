@@ -170,7 +170,8 @@ def test_linear_layers_multiply_in_float8_and_nothing_else_does(config: ModelCon
         if equation.primitive.name == "dot_general":
             found["+".join(sorted({str(x.aval.dtype) for x in equation.invars}))] += 1
     assert (found.pop("float8_e4m3fn"), found.pop("float8_e4m3fn+float8_e5m2")) == (4, 8)
-    assert found.pop("bfloat16") == 9 and not found
+    # Attention multiplies twice, and five times in the backward pass; the head thrice.
+    assert found.pop("bfloat16") == 10 and not found
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "f8E4M3FN" in line]
     assert len(products) == 12 and sum("f8E5M2" in line for line in products) == 8

@@ -4,6 +4,7 @@ Legend: B batch, S sequence of queries, T sequence of keys and values, D model w
 key/value head, n key/value heads on this device.
 """
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -13,9 +14,8 @@ from jax import lax
 
 from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.nn.context.positions import ContextSplit
-from jaxdist.nn.dropout import dropout_heads
-from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
-from jaxdist.precision.policy import accumulation_dtype
+from jaxdist.nn.context.tiles import TileMask, Tokens, one_tile, unseen_pairs
+from jaxdist.nn.dropout import kept_heads
 
 SITE_PROBABILITIES, SITE_CROSS = 1, 1 << 16  # of dropout: a block may have one attention of each kind
 
@@ -58,7 +58,8 @@ def attention(
 ) -> jax.Array:
     """Attention softmax(q k / sqrt(K)) v -> [B, S, n, G, K].
 
-    Scores and softmax are in at least fp32, products in the input's dtype. The scores take O(S T) memory.
+    Scores and softmax are in at least fp32, products in the input's dtype. Scores take O(S T) memory while they are
+    computed; the backward pass computes them again (`jaxdist.nn.context.tiles`).
 
     causal: whether a query sees only keys up to its own position.
     window: of causal attention, how many of these a query sees, the last ones (Beltagy et al. 2020). None: all.
@@ -68,44 +69,25 @@ def attention(
     positions: of queries [B, S] and of keys [B, T], by which causal attention goes. None: both are
         0, 1, ...
     site: of dropout, see `jaxdist.nn.dropout`.
-    split: what the mesh axis `context` has split, see `dropout_heads`.
+    split: what the mesh axis `context` has split, see `kept_heads`.
     """
     seen_BT = None if seen_BT is None else seen_BT.astype(bool)
-    batch, length, n, groups, width = q_BSnGK.shape
-    wide = accumulation_dtype(q_BSnGK.dtype)
-    # Keys first: `jnp.einsum` then multiplies queries by keys, and S comes before T as in the result.
-    scores = einsum_fp32("BTnK,BSnGK->BnGST", k_BTnK, q_BSnGK) * width**-0.5
-    # Masks are added: the backward pass of a `where` would keep a mask as large as the scores.
-    lowest = jnp.finfo(wide).min
-    hidden = _hidden(length, window, jnp.asarray(lowest, wide), positions) if causal else None
+    batch, length, n, groups, _ = q_BSnGK.shape
+    unseen, numbered = list[jax.Array](), window is not None or positions is not None
+    if causal and numbered:
+        queries, keys = positions or (jnp.arange(length)[None],) * 2
+        unseen.append(unseen_pairs(Tokens(queries, None), Tokens(keys, None), window))
     if seen_BT is not None:
-        padding = jnp.where(seen_BT, jnp.zeros((), wide), lowest)[:, None, None, None, :]
-        hidden = padding if hidden is None else jnp.minimum(hidden, padding)
+        unseen.append(~seen_BT[:, None, :])
     if documents is not None:
-        apart = jnp.where(documents.apart(), lowest, jnp.zeros((), wide))[:, None, None]
-        hidden = apart if hidden is None else jnp.minimum(hidden, apart)
-    weights = jax.nn.softmax(scores if hidden is None else scores + hidden, axis=-1)
-    by_head = weights.reshape(batch, n * groups, *weights.shape[-2:])
-    weights = dropout_heads(by_head, keys_B, site=site, rate=dropout, split=split).reshape(weights.shape)
-    # Values first, likewise: for XLA:CPU, attention forward and backward took 46 ms in place of 48 to 51, and with four
-    # queries of a key 39 in place of 50.
-    context = jnp.einsum("BTnK,BnGST->BSnGK", v_BTnK, weights.astype(v_BTnK.dtype))
+        unseen.append(documents.apart())
+    mask = TileMask(causal and not numbered, functools.reduce(jnp.logical_or, unseen) if unseen else None)
+    if dropout:
+        shape = batch, n * groups, length, k_BTnK.shape[1]
+        kept = kept_heads(shape, keys_B, site=site, rate=dropout, split=split)
+        mask = mask._replace(kept_BhST=kept, dropout=dropout)
+    context = one_tile(q_BSnGK, k_BTnK, v_BTnK, mask)
     return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal, window=window)
-
-
-def _hidden(
-    length: int, window: int | None, lowest: jax.Array, positions: tuple[jax.Array, jax.Array] | None
-) -> jax.Array:
-    """The mask of causal attention: lowest where a query does not see a key, else 0. [S, S], or [B, 1, 1, S, T] where
-    positions of queries and keys are given."""
-    if positions is not None:
-        queries_BS1, keys_B1T = positions[0][:, :, None], positions[1][:, None, :]
-        hidden = keys_B1T > queries_BS1
-        hidden = hidden if window is None else hidden | (keys_B1T <= queries_BS1 - window)
-        return jnp.where(hidden, lowest, jnp.zeros_like(lowest))[:, None, None]
-    every = jnp.full((length, length), lowest)
-    later = jnp.triu(every, 1)
-    return later if window is None else jnp.minimum(later, jnp.tril(every, -window))
 
 
 def _zeros_where_nothing_is_seen(

@@ -36,7 +36,16 @@ from jaxdist.config.rules.remat import RING_RESULT
 from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES
 from jaxdist.nn.context.dropout_masks import kept_pairs
 from jaxdist.nn.context.positions import own_context, own_numbers
-from jaxdist.nn.context.tiles import XLA_TILES, TileKernel, TileMask, TileResult, Tokens, WholeResult, merged, unseen
+from jaxdist.nn.context.tiles import (
+    XLA_TILES,
+    TileKernel,
+    TileMask,
+    TileResult,
+    Tokens,
+    WholeResult,
+    merged,
+    unseen_pairs,
+)
 
 TILES: dict[str, TileKernel] = {"xla": XLA_TILES, "cudnn": CUDNN_TILES}
 
@@ -172,7 +181,7 @@ class _Masks:
             drawn: Any = {"site": self.given.site, "rate": rate, "heads": self.heads}
             length = self.shape[1] * self.group.n
             kept = kept_pairs(self.keys_B, queries.numbers_BS[0], keys.numbers_BS[0], length=length, **drawn)
-        hidden = unseen(queries, keys, self.given.window) if self.apart else None
+        hidden = unseen_pairs(queries, keys, self.given.window) if self.apart else None
         return TileMask(unseen_BST=hidden, kept_BhST=kept, dropout=rate)
 
 

@@ -4,17 +4,23 @@ A tile gives, beside its result, the logarithm of its softmax's denominator (lse
 are merged exactly, and the backward pass of a tile computes its part of the whole softmax's gradient: from the lse and
 the result of the whole, not from its own (Dao et al. 2022, FlashAttention, appendix B).
 
-Legend: B batch, S queries, T keys, n key/value heads, G query heads of each, K head width.
+Legend: B batch, S queries, T keys, n key/value heads, G query heads of each, R = G S, K head width.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.collectives import to_varying, varying_axes
+from jaxdist.config.rules.remat import RING_RESULT
 from jaxdist.nn.context.dropout_masks import drop
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
+from jaxdist.precision.autocast import casting
 from jaxdist.precision.policy import accumulation_dtype
 
 
@@ -73,7 +79,7 @@ class TileKernel(NamedTuple):
     backward: Callable[[jax.Array, jax.Array, jax.Array, TileMask, WholeResult], tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def unseen(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
+def unseen_pairs(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
     """Whether a query does not see a key, [B, S, T]: for `TileMask`."""
     at, of = queries.numbers_BS[:, :, None], keys.numbers_BS[:, None, :]
     found = of > at
@@ -84,45 +90,108 @@ def unseen(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
     return found
 
 
-def _scores(q: jax.Array, k: jax.Array, mask: TileMask) -> jax.Array:
-    scores = einsum_fp32("BSnGK,BTnK->BnGST", q, k) * q.shape[-1] ** -0.5
+def _rows(x_BSnGK: jax.Array) -> jax.Array:
+    """The queries of a key/value head as the rows of a matrix, [B, n, G S, K]. With G and S as dims of their own a tile
+    takes XLA:CPU almost twice as long."""
+    batch, _, heads, _, width = x_BSnGK.shape
+    return x_BSnGK.transpose(0, 2, 3, 1, 4).reshape(batch, heads, -1, width)
+
+
+def _unfolded(x_BnRK: jax.Array, length: int) -> jax.Array:
+    """[B, n, G S, K] -> [B, S, n, G, K], the reverse of `_rows`."""
+    batch, heads, _, width = x_BnRK.shape
+    return x_BnRK.reshape(batch, heads, -1, length, width).transpose(0, 3, 1, 2, 4)
+
+
+def _scores(q_BnRK: jax.Array, k_BTnK: jax.Array, mask: TileMask, length: int) -> jax.Array:
+    """[B, n, R, T], of R = G S rows. length: S."""
+    scores = einsum_fp32("BnRK,BTnK->BnRT", q_BnRK, k_BTnK) * q_BnRK.shape[-1] ** -0.5
     hidden = mask.unseen_BST
     if mask.causal:
-        later = jnp.triu(jnp.ones((1, q.shape[1], k.shape[1]), bool), 1)
+        later = jnp.triu(jnp.ones((1, length, k_BTnK.shape[1]), bool), 1)
         hidden = later if hidden is None else hidden | later
     if hidden is None:
         return scores
-    return scores + jnp.where(hidden, jnp.finfo(scores.dtype).min, jnp.zeros((), scores.dtype))[:, None, None]
+    by_query = scores.reshape(*scores.shape[:2], -1, length, scores.shape[-1])
+    return jnp.where(hidden[:, None, None], jnp.finfo(scores.dtype).min, by_query).reshape(scores.shape)
 
 
-def _dropped(x_BnGST: jax.Array, mask: TileMask) -> jax.Array:
+def _dropped(x_BnRT: jax.Array, mask: TileMask) -> jax.Array:
     if mask.kept_BhST is None:
-        return x_BnGST
-    return drop(x_BnGST, mask.kept_BhST.reshape(x_BnGST.shape), mask.dropout)
+        return x_BnRT
+    return drop(x_BnRT, mask.kept_BhST.reshape(x_BnRT.shape), mask.dropout)
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> TileResult:
-    scores = _scores(q, k, mask)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = _dropped(jnp.exp(scores - lse[..., None]), mask)
-    return TileResult(einsum_fp32("BnGST,BTnK->BSnGK", weights.astype(v.dtype), v), lse.transpose(0, 3, 1, 2))
+    length = q.shape[1]
+    scores = _scores(_rows(q), k, mask, length)
+    most = lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - most)
+    # The result is divided by the sums of the weights: it is smaller than these.
+    sums, weights = weights.sum(-1, keepdims=True), _dropped(weights, mask).astype(v.dtype)
+    out = einsum_fp32("BnRT,BTnK->BnRK", weights, v) / sums
+    return TileResult(_unfolded(out, length), _unfolded(most + jnp.log(sums), length)[..., 0])
 
 
 def _backward(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask, whole: WholeResult
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    wide, by_scores = accumulation_dtype(q.dtype), (0, 2, 3, 1)  # [B, S, n, G] -> [B, n, G, S]
+    wide, length = accumulation_dtype(q.dtype), q.shape[1]
     delta = (whole.out.astype(wide) * whole.dout.astype(wide)).sum(-1)
-    dout = whole.dout.astype(q.dtype)
-    weights = jnp.exp(_scores(q, k, mask) - whole.lse.transpose(by_scores)[..., None])
-    dv = einsum_fp32("BnGST,BSnGK->BTnK", _dropped(weights, mask).astype(q.dtype), dout)
-    dweights = _dropped(einsum_fp32("BSnGK,BTnK->BnGST", dout, v), mask)
-    dscores = weights * (dweights - delta.transpose(by_scores)[..., None])
+    rows, dout = _rows(q), _rows(whole.dout.astype(q.dtype))
+    weights = jnp.exp(_scores(rows, k, mask, length) - _rows(whole.lse[..., None]))
+    dv = einsum_fp32("BnRT,BnRK->BTnK", _dropped(weights, mask).astype(q.dtype), dout)
+    dweights = _dropped(einsum_fp32("BnRK,BTnK->BnRT", dout, v), mask)
+    dscores = weights * (dweights - _rows(delta[..., None]))
     dscores = (dscores * q.shape[-1] ** -0.5).astype(q.dtype)
-    return einsum_fp32("BnGST,BTnK->BSnGK", dscores, k), einsum_fp32("BnGST,BSnGK->BTnK", dscores, q), dv
+    dq = _unfolded(einsum_fp32("BnRT,BTnK->BnRK", dscores, k), length)
+    return dq, einsum_fp32("BnRT,BnRK->BTnK", dscores, rows), dv
 
 
 XLA_TILES = TileKernel(_forward, _backward)
+
+
+def one_tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> jax.Array:
+    """The attention of all queries over all keys, [B, S, n, G, K], whose backward pass computes the weights again.
+
+    So it keeps the result and its lse, no array of S times T numbers but what is in the mask. They have the name
+    `RING_RESULT`, as those of a ring. Under autocast (O1) it is differentiated operation by operation.
+    """
+    if casting.value:
+        return XLA_TILES.forward(q, k, v, mask).out.astype(v.dtype)
+    arrays = q, k, v, mask.unseen_BST, mask.kept_BhST
+    axes = frozenset[str]().union(*(varying_axes(x) for x in arrays if x is not None))
+    precision = jax.config.jax_default_matmul_precision  # of the caller: the backward pass is traced elsewhere
+    return _one_tile(*to_varying((q, k, v), axes), *arrays[3:], (mask.causal, mask.dropout, precision))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _one_tile(
+    q: jax.Array, k: jax.Array, v: jax.Array, unseen: jax.Array | None, kept: jax.Array | None, given: Any
+) -> jax.Array:
+    return _one_tile_forward(q, k, v, unseen, kept, given)[0]
+
+
+def _one_tile_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, unseen: jax.Array | None, kept: jax.Array | None, given: Any
+) -> tuple[jax.Array, Any]:
+    causal, dropout, _ = given
+    found = XLA_TILES.forward(q, k, v, TileMask(causal, unseen, kept, dropout))
+    out, lse = (checkpoint_name(x, RING_RESULT) for x in (found.out.astype(v.dtype), found.lse))
+    return out, (q, k, v, unseen, kept, out, lse)
+
+
+def _one_tile_backward(given: Any, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    q, k, v, unseen, kept, out, lse = saved
+    causal, dropout, precision = given
+    q, k, dout = lax.optimization_barrier((q, k, dout))  # else XLA would keep the scores of the forward pass
+    with jax.default_matmul_precision(precision):
+        mask, whole = TileMask(causal, unseen, kept, dropout), WholeResult(out, dout, lse)
+        dq, dk, dv = XLA_TILES.backward(q, k, v, mask, whole)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_one_tile.defvjp(_one_tile_forward, _one_tile_backward)
 
 
 def merged(a: TileResult, b: TileResult) -> TileResult:
