@@ -16,7 +16,7 @@ AUTO = "auto"  # of a configuration: what `config.checks.default_remat` chooses
 # compares them with the layers; docs/memory.md says what each is.
 _OF_ATTENTION = ("attention.qkv", "attention.context", "attention.out")
 NAMES = (*_OF_ATTENTION, "mlp.tokens", "mlp.rows", "mlp.hidden", "mlp.activation", "mlp.out")
-RING_RESULT = "attention.ring"  # the result of a ring and its statistics, which "dots" keeps
+ATTENTION_RESULT = "attention.result"  # with its statistics: of plain JAX and of a ring, which "dots" keeps
 Remat = str | tuple[str, ...]
 
 

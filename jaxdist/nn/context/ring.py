@@ -28,11 +28,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import make_group, to_varying, varying_axes
 from jaxdist.collectives.group import Group, shift
-from jaxdist.config.rules.remat import RING_RESULT
 from jaxdist.nn.context.cudnn_tiles import CUDNN_TILES
 from jaxdist.nn.context.dropout_masks import kept_pairs
 from jaxdist.nn.context.positions import own_context, own_numbers
@@ -44,6 +42,7 @@ from jaxdist.nn.context.tiles import (
     Tokens,
     WholeResult,
     merged,
+    named,
     unseen_pairs,
 )
 
@@ -73,8 +72,8 @@ def ring_attention(
 ) -> jax.Array:
     """Causal attention of this device's queries [B, s, n, G, K] over all keys and values, [B, s, n, K] here.
 
-    The result and its lse have the names attention.context and `RING_RESULT` (`memory.remat`): where one is kept, the
-    backward pass does not run the ring of the forward pass again.
+    The result and its lse have names (`tiles.named`): where one is kept, the backward pass does not run the ring of the
+    forward pass again.
 
     starts_BS: the position at which each token's document starts, of the whole sequence [B, S]; None: a row is one.
     keys_B: of dropout, one for each sample; None: there is none.
@@ -206,8 +205,7 @@ def _forward(
         sure, other = (tile(q_t, k_t, v_t, mask) for q_t, (k_t, v_t), mask in tiles)
         halves = _added(before, halves, sure, other)
     out, lse = (jnp.concatenate(both, axis=1) for both in zip(*halves, strict=True))
-    for name in ("attention.context", RING_RESULT):
-        out, lse = (checkpoint_name(x, name) for x in (out.astype(q.dtype), lse))
+    out, lse = named(out.astype(q.dtype), lse)
     return out, (q, k, v, starts_BS, keys_B, out, lse)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import to_varying, varying_axes
-from jaxdist.config.rules.remat import RING_RESULT
+from jaxdist.config.rules.remat import ATTENTION_RESULT
 from jaxdist.nn.context.dropout_masks import drop
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.precision.autocast import casting
@@ -151,11 +151,20 @@ def _backward(
 XLA_TILES = TileKernel(_forward, _backward)
 
 
+def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both, with the names by which `memory.remat` keeps them. Where one is kept, the backward pass does not attend
+    again."""
+    for name in ("attention.context", ATTENTION_RESULT):
+        out, lse = checkpoint_name(out, name), checkpoint_name(lse, name)
+    return out, lse
+
+
 def one_tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> jax.Array:
     """The attention of all queries over all keys, [B, S, n, G, K], whose backward pass computes the weights again.
 
-    So it keeps the result and its lse, no array of S times T numbers but what is in the mask. They have the name
-    `RING_RESULT`, as those of a ring. Under autocast (O1) it is differentiated operation by operation.
+    So it keeps the result and its lse, no array of S times T numbers but what is in the mask. They have the names
+    attention.context and `ATTENTION_RESULT`, as those of a ring. Under autocast (O1) it is differentiated operation by
+    operation.
     """
     if casting.value:
         return XLA_TILES.forward(q, k, v, mask).out.astype(v.dtype)
@@ -177,7 +186,7 @@ def _one_tile_forward(
 ) -> tuple[jax.Array, Any]:
     causal, dropout, _ = given
     found = XLA_TILES.forward(q, k, v, TileMask(causal, unseen, kept, dropout))
-    out, lse = (checkpoint_name(x, RING_RESULT) for x in (found.out.astype(v.dtype), found.lse))
+    out, lse = named(found.out.astype(v.dtype), found.lse)
     return out, (q, k, v, unseen, kept, out, lse)
 
 
