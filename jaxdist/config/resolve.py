@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,11 @@ def unused_gpus(root: Path = Path("/")) -> str | None:
 
 def _plugins() -> list[str]:
     return [name for name in GPU_PLUGINS if importlib.util.find_spec(name) is not None]
+
+
+def only_cpus(environ: Mapping[str, str]) -> bool:
+    """Whether jax will use no GPU in this environment, as far as that is known before it starts."""
+    return environ.get("JAX_PLATFORMS") == "cpu" or not _plugins()
 
 
 def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str, *, simulated: bool = False) -> MeshConfig:

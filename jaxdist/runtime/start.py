@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.checks import check_layout
-from jaxdist.config.resolve import GPU_PLUGINS, INSTALL_CUDA, resolve_mesh, unused_gpus
+from jaxdist.config.resolve import GPU_PLUGINS, INSTALL_CUDA, only_cpus, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.precision.float8_devices import check_float8
@@ -74,9 +74,7 @@ def has_devices() -> bool:
 
 def expected_backend(devices: DevicesConfig) -> str:
     """The backend that JAX will choose, "gpu" or "cpu", as far as that is known before it starts."""
-    plugin = any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS)
-    only_cpu = devices.platform == "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu"
-    return "gpu" if plugin and not only_cpu else "cpu"
+    return "cpu" if devices.platform == "cpu" or only_cpus(os.environ) else "gpu"
 
 
 def choose_platform(devices: DevicesConfig, *, in_job: bool = False) -> None:

@@ -32,6 +32,7 @@ from jaxdist.config.arguments import COUNT, output_file
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.lab.network import INTERFACE
 from jaxdist.lab.virtual_hosts import exit_status, run_on_hosts
+from jaxdist.launcher.supervisor import HUGE_PAGES
 from jaxdist.observe import measured_on
 from jaxdist.runtime.network.addresses import free_port
 
@@ -46,7 +47,8 @@ AGREE = 1e-5  # first losses, relative
 
 def _environ() -> dict[str, str]:
     path = os.pathsep.join([str(RANK.parents[1]), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
+    return HUGE_PAGES | os.environ | own  # which `jaxdist launch` sets, too
 
 
 class Finished(NamedTuple):

@@ -24,8 +24,8 @@ from strangers import TOKEN, admitted
 from jaxdist.errors import UserError
 from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
-from jaxdist.launcher.ranks import Outcome, share_of_cpus
-from jaxdist.launcher.supervisor import exit_code
+from jaxdist.launcher.ranks import HostPlace, Outcome, share_of_cpus
+from jaxdist.launcher.supervisor import exit_code, rank_environ
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.connection import Connection
@@ -131,6 +131,28 @@ def gone(pids: Sequence[int], seconds: float = 10) -> bool:
 
 
 ABOUT = "env | grep -E '^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCH.*|JAX_.*)=' | sort"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "given", "tunables"),
+    [
+        ((), {}, "glibc.malloc.hugetlb=1"),
+        (("json",), {}, None),  # any module that is there
+        (("json",), {"JAX_PLATFORMS": "cpu"}, "glibc.malloc.hugetlb=1"),
+        ((), {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_ranks_on_cpus_get_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, plugins: tuple[str, ...], given: dict[str, str], tunables: str | None
+) -> None:
+    monkeypatch.setattr("jaxdist.config.resolve.GPU_PLUGINS", plugins)
+    for name in ("JAX_PLATFORMS", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    place = HostPlace(0, 1, 0, 2, "127.0.0.1", 1, "job")
+    environ = rank_environ(place, local=0, procs=2, attempt=1, run_dir=None)
+    assert environ.get("GLIBC_TUNABLES") == tunables
 
 
 def test_environment_and_logs_of_the_ranks(launch: Callable[..., Launcher]) -> None:
