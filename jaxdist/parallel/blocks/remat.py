@@ -40,8 +40,8 @@ def _only_of_data(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _products(prim: Any, *operands: Any, **params: Any) -> bool:
-    """The policy that saves results of matrix products, and of attention by cuDNN or in a ring with the statistics that
-    its backward pass reads. Gathered parameters are no products, and scores of plain attention have batch dims."""
+    """The policy that saves results of matrix products, and of attention with the statistics that its backward pass
+    reads. Gathered parameters are no products, and scores have batch dims."""
     attention = prim.name.startswith("dot_product_attention_fwd") or params.get("name") == ATTENTION_RESULT
     return attention or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *operands, **params))
 

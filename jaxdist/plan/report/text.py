@@ -66,7 +66,8 @@ def memory_text(explanation: Explanation) -> list[str]:
     kernel, why = explanation.attention
     if why is not None:
         text.append(
-            f"Traced with {kernel}'s attention, whose scores are in memory; cuDNN's, whose are not, is not used: {why}"
+            f"Traced with {kernel}'s attention, which has a block's scores in memory; cuDNN's, which has none, is not"
+            f" used: {why}"
         )
     if explanation.empty_rows:
         text.append(
