@@ -19,7 +19,7 @@ from jaxdist.specs import STACKED, PyTree, leaves_by_name, path_name
 Say = Callable[[str], None]
 # Keys of a model that change how it is computed, or trained, and not what it is.
 MAY_DIFFER = (
-    *("name", "from", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab"),
+    *("name", "from", "style", "dropout", "label_smoothing", "attention", "scan_blocks", "loss_chunk", "vocab"),
     *(f"moe.{key}" for key in ("dispatch", "factor", "group", "pieces", "bias_rate", "balance_loss", "z_loss")),
 )
 SHOWN = 5  # parameters that a message lists
