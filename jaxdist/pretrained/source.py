@@ -33,6 +33,7 @@ class Pretrained(ABC):
     - positions: the length of the longest sequence; None: not known.
     - tokenizer: the folder of its tokenizer; None: there is none.
     - lora: of the adapters that are among the parameters; None: there are none.
+    - mend: what to do about parameters that do not fit, for messages.
     """
 
     described: str
@@ -40,6 +41,7 @@ class Pretrained(ABC):
     positions: int | None = None
     tokenizer: Path | None = None
     lora: LoraConfig | None = None
+    mend: str = "give model.from the same place, or name in init.partial what may differ"
     _key: str
 
     @abstractmethod
@@ -111,8 +113,7 @@ class Pretrained(ABC):
     def _refuse(self, misfits: Sequence[str]) -> None:
         if misfits:
             raise UserError(
-                f"{self._key}: {self.described} does not fit this model: {_listed(misfits, '; ')}; give model.from the"
-                " same place, or name in init.partial what may differ"
+                f"{self._key}: {self.described} does not fit this model: {_listed(misfits, '; ')}; {self.mend}"
             )
 
     def check_architecture(self, model: ModelConfig, partial: Sequence[str] = ()) -> None:
