@@ -36,10 +36,10 @@ def run_eval(arguments: Namespace, config: Config) -> int:
     step_folders(run_dir)  # a run without checkpoints is told before the work
     config = start(config)
     with fail_alone():
-        plan = forward_plan(config, everything=arguments.all)
-        evaluator = Evaluator(plan, Watch())
         stored = Stored(chosen_step(run_dir, arguments.step))
         averaged = averages_of(stored, raw=arguments.raw)
+        plan = forward_plan(config, everything=arguments.all)
+        evaluator = Evaluator(plan, Watch())
         state = read_state(plan, stored, run_dir, ema=averaged)
         found = evaluator(state)
         if jax.process_index() == 0:
