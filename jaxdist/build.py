@@ -126,13 +126,13 @@ def make_model(
 ) -> ModelDef | ModuleLoss:
     """The model of this configuration, arranged for that many pipeline stages; or the loss that stands for one.
 
-    training: whether it is for training. For evaluation and sampling it has no dropout, drops no tokens of experts, and
-        splits no sequences. A loss is in evaluation mode then, if it has one.
+    training: whether it is for training. For evaluation and sampling it has no dropout, smooths no labels, drops no
+        tokens of experts, and splits no sequences. A loss is in evaluation mode then, if it has one.
     attention: the kernel, from `attention_of`.
     """
     chosen: dict[str, Any] = {"attention": attention}
     if not training:
-        chosen["dropout"] = 0.0
+        chosen |= {"dropout": 0.0, "label_smoothing": 0.0}
         if hasattr(config.model, "moe"):  # which of a text's tokens are dropped depends on those around them
             chosen["moe"] = replace(config.model.moe, dispatch="dropless")
     changed = {key: value for key, value in chosen.items() if hasattr(config.model, key)}

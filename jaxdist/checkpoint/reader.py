@@ -1,6 +1,7 @@
 """Reading checkpoints on the host, leaf by leaf, without a mesh, a model or an optimizer."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list
     return [Stored(path) for path in chosen]
 
 
+def newest_intact_step(run_dir: Path, say: Callable[[str], None]) -> Path:
+    """The folder of the newest complete step whose files are as they were written. Nothing is moved. say: gets a line
+    about each newer, damaged one. Raises `UserError` where there is none."""
+    for path in filter(is_complete, reversed(step_folders(run_dir))):
+        problems = verify(path)
+        if not problems:
+            return path
+        say(f"checkpoint of step {path.name} is damaged, and passed over: {'; '.join(problems)}")
+    raise UserError(f"{run_dir}: holds no intact checkpoint; jaxdist checkpoint verify says what there is of each")
+
+
 class Stored:
     """A step of a checkpoint folder. Blocks come in the order of the model; older versions saved them in that of a
     pipeline.
@@ -80,6 +92,11 @@ class Stored:
                 shape[dim] = self._rows.size
             found[name] = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
         return found
+
+    def model_state(self) -> dict[str, Any]:
+        """Shapes and dtypes of what a loss carries besides parameters, as of `params`."""
+        found = leaves_by_name(self._tree.get("model_state", {}))
+        return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for name, leaf in found.items()}
 
     def averages(self) -> dict[str, str]:
         """Where the state has the moving average of each parameter, by the parameter's name; {} without `with_ema`."""

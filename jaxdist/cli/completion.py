@@ -36,6 +36,7 @@ complete -c jaxdist -a '(__jaxdist)'
 """,
 }
 CONFIGURED = ("train", "explain", "plan")  # commands that take a configuration, or its name
+SETTING = (*CONFIGURED, "eval")  # commands that take settings after their first word
 _EXAMPLES = (
     'eval "$(jaxdist completion bash)"    # in ~/.bashrc',
     "jaxdist completion fish > ~/.config/fish/completions/jaxdist.fish",
@@ -73,12 +74,13 @@ def candidates(words: Sequence[str]) -> list[str]:
         found = flags_of(before[0])
     elif before[0] == "completion":
         found = list(SCRIPTS)
-    elif before[0] in CONFIGURED:
+    elif before[0] in SETTING:
         from jaxdist.config.reader import key_names
         from jaxdist.config.schema import Config
 
         named = any(not word.startswith("-") for word in before[1:])
-        found = [f"{key}=" for key in key_names(Config)] if named else list(shipped())
+        names = list(shipped()) if before[0] in CONFIGURED else []
+        found = [f"{key}=" for key in key_names(Config)] if named else names
     else:
         found = []
     return [each for each in found if each.startswith(last)]

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": Command(
         "jaxdist.cli.runs.generate", "generate text with a model: of a run, a checkpoint, a Hugging Face folder"
     ),
+    "eval": Command("jaxdist.cli.runs.evaluate", "evaluate a checkpoint of a run, also on other data or another mesh"),
     "explain": Command("jaxdist.cli.explain", "the collectives, memory and layout of a step, without running it"),
     "plan": Command("jaxdist.cli.plan", "choose the layout that trains fastest on a cluster, or compile a step for it"),
     "calibrate": Command("jaxdist.cli.runs.calibrate", "measure blocks and links here, for plans"),

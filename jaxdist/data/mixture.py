@@ -158,8 +158,8 @@ def make_eval_loader(
     """The held-out batches of a source that is no mixture, the same each time. batches: at most so many; None: all."""
     if source.held_out is None:
         raise UserError(
-            f"data.val_path: null, and source {source.info['name']} holds nothing out; give one, or set"
-            " train.eval_every=0"
+            f"data.val_path: null, and source {source.info['name']} holds nothing out; give one, or train"
+            " without evaluations: train.eval_every=0"
         )
     fixed: dict[str, Any] = {"global_batch": global_batch, "sharding": sharding, "batches": batches}
     if isinstance(source.held_out, Samples):

@@ -118,6 +118,7 @@ class ClassificationHead(nnx.Module):
         self.pooler = Linear(rngs, config.width, config.width, std=config.width**-0.5)
         self.classifier = Linear(rngs, config.width, config.classes, std=0.02, fp32=True)
         self.dropout, self.sequence = config.dropout, sequence
+        self.label_smoothing = config.label_smoothing
 
     def _pooled(self, h_BSD: jax.Array) -> jax.Array:
         return jnp.tanh(self.pooler(first_position(h_BSD) if self.sequence else h_BSD[:, 0]))
@@ -129,7 +130,7 @@ class ClassificationHead(nnx.Module):
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> Sums:
         """(sum of weighted losses in nats, sum of weights)."""
         pooled_BD = dropout(self._pooled(h_BSD), batch["keys"], site=SITE_POOLED, rate=self.dropout)
-        return label_cross_entropy(self.classifier(pooled_BD), batch["label"], batch["weights"])
+        return label_cross_entropy(self.classifier(pooled_BD), batch["label"], batch["weights"], self.label_smoothing)
 
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, Sums]:
         """The accuracy."""

@@ -87,7 +87,8 @@ class ResNet(nnx.Module):
 
     def __init__(self, config: Any, rngs: nnx.Rngs, param_dtype: Any = jnp.float32) -> None:
         """config: `Options` of `jaxdist/models/options/resnet.py`."""
-        self.pooled = config.stem == "imagenet"
+        self.pooled, self.label_smoothing = config.stem == "imagenet", config.label_smoothing
+        self.deterministic = False  # `Module.eval` makes it True
         size, stride = (7, 2) if self.pooled else (3, 1)
         self.stem = _convolution(rngs, size, config.channels, config.width, stride, param_dtype)
         self.stem_norm = _norm(rngs, config.width, param_dtype)
@@ -115,7 +116,8 @@ class ResNet(nnx.Module):
 
 
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
-    """(cross-entropy sum, weight, {"accuracy": (sum, weight)}) of a classifier of images, over these rows.
+    """(cross-entropy sum, weight, {"accuracy": (sum, weight)}) of a classifier of images, over these rows. Labels are
+    smoothed in training mode.
 
     batch: image [B, H, W, C], label [B], and weights [B] or none. A row of weight 0 enters nothing, nor the statistics
         of norms. Pixels that are integers go from 0 to 255, and become numbers from -1 to 1; floats are taken as they
@@ -148,7 +150,8 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     logits = model(image, None if weights is None else weights != 0)
     logits = logits.astype(accumulation_dtype(logits.dtype))
     weights = jnp.ones(label.shape) if weights is None else weights
-    total, weight = label_cross_entropy(logits, label, weights)
+    smoothing = 0.0 if model.deterministic else model.label_smoothing
+    total, weight = label_cross_entropy(logits, label, weights, smoothing)
     return total, weight, {"accuracy": label_accuracy(logits, label, weights)}
 
 

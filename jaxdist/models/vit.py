@@ -75,7 +75,7 @@ class Head(nnx.Module):
     """Final norm, logits of the labels from the class token, cross-entropy."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.norm = LayerNorm(config.width, eps=config.norm_eps)
+        self.norm, self.label_smoothing = LayerNorm(config.width, eps=config.norm_eps), config.label_smoothing
         self.classifier = Linear(rngs, config.width, config.classes, std=0.02, fp32=True)
 
     def logits(self, h_BSD: jax.Array, embed: Embed | None) -> jax.Array:
@@ -84,7 +84,7 @@ class Head(nnx.Module):
 
     def __call__(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted losses in nats, sum of weights)."""
-        return label_cross_entropy(self.logits(h_BSD, embed), batch["label"], batch["weights"])
+        return label_cross_entropy(self.logits(h_BSD, embed), batch["label"], batch["weights"], self.label_smoothing)
 
     def metrics(self, h_BSD: jax.Array, batch: Batch, embed: Embed | None) -> dict[str, tuple[jax.Array, jax.Array]]:
         """The accuracy."""

@@ -181,14 +181,19 @@ def _counted_labels(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Arr
     return counted_targets(label_B.astype(jnp.int32), weights_B, logits_BL.dtype)  # uint8 has no -1
 
 
-def label_cross_entropy(logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def label_cross_entropy(
+    logits_BL: jax.Array, label_B: jax.Array, weights_B: jax.Array, smoothing: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
     """(sum of weighted cross-entropies in nats, sum of weights) of one label a sample. A negative label counts nothing;
     one that is no label of the model gives nan, which the step's guard sees.
 
     logits_BL: in at least fp32
+    smoothing: the share of a label's probability that is spread evenly over all L labels (Szegedy et al. 2016)
     """
     label_B, weights_B = _counted_labels(logits_BL, label_B, weights_B)
     chosen_B = jnp.take_along_axis(logits_BL, label_B[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
+    if smoothing:
+        chosen_B = (1 - smoothing) * chosen_B + smoothing * logits_BL.mean(axis=1)
     return ((jax.nn.logsumexp(logits_BL, axis=1) - chosen_B) * weights_B).sum(), weights_B.sum()
 
 

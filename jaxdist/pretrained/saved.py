@@ -14,6 +14,7 @@ from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved
 from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
+from jaxdist.checkpoint.huggingface.safetensors import tensor_name
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps
 from jaxdist.config.load import with_settings
 from jaxdist.config.rules.fields import all_keys, keys, show
@@ -21,25 +22,27 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.pretrained.source import Pretrained, Say, cast_text
-from jaxdist.specs import leaves_by_name
+from jaxdist.specs import PyTree, leaves_by_name, path_name
 from jaxdist.state import TrainState
 
 
 class Saved(Pretrained):
     """A step of a run. A table of positions may have fewer rows in the model: the first are taken.
 
+    where: as of `open_pretrained`; or a step that was verified.
     ema: its moving average in place of its parameters; frozen ones have none, and are as they are.
 
     Raises `UserError` where it is damaged, or has no average.
     """
 
-    def __init__(self, where: Path, *, key: str, ema: bool) -> None:
+    def __init__(self, where: Path | Stored, *, key: str, ema: bool) -> None:
         self._key = key
-        if is_complete(where):
+        if isinstance(where, Stored):
+            self._stored, run = where, _run_of(where.folder)
+        elif is_complete(where):
             if problems := verify(where):
                 raise UserError(f"{key}: {where} is damaged: {'; '.join(problems)}; use another step")
-            self._stored = Stored(where)
-            run = where.parent.parent if where.parent.name == FOLDER else where.parent
+            self._stored, run = Stored(where), _run_of(where)
         else:
             (self._stored,) = open_steps(where)
             run = where
@@ -69,6 +72,19 @@ class Saved(Pretrained):
         text = f"{sorted(self.shapes().items())} {bool(self._averaged)} {self._stored.meta}"
         return hashlib.sha256(text.encode() + (seal.read_bytes() if seal.exists() else b"")).hexdigest()
 
+    def model_state(self, target: PyTree) -> PyTree:
+        """What the loss of a run carries besides parameters, in the layout of `target`. Raises `UserError` where that
+        is something else."""
+        asked, found = leaves_by_name(target), self._stored.model_state()
+        wrong = [name for name, leaf in asked.items() if name in found and found[name].shape != leaf.shape]
+        if other := sorted({*asked} ^ {*found}) + wrong:
+            raise UserError(
+                f"{self._key}: {self.described} has another state of its module, {tensor_name(other[0])}; use the"
+                " module that was trained"
+            )
+        read = {name: self._read(f"model_state.{name}", leaf) for name, leaf in asked.items()}
+        return jax.tree_util.tree_map_with_path(lambda path, _: read[path_name(path)], target)
+
     def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         return found == wanted or (name == POSITIONS and found[1:] == wanted[1:] and found[0] > wanted[0])
 
@@ -97,7 +113,7 @@ class Saved(Pretrained):
         if longer:  # a small table: whole on every device for a moment
             whole = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
             wanted = jax.ShapeDtypeStruct(found.shape, like.dtype, sharding=whole)
-        array = self._read(name, wanted)
+        array = self._read(self._averaged.get(name, f"params.{name}"), wanted)
         if longer:
             return jax.jit(lambda table: table[: like.shape[0]], out_shardings=like.sharding)(array)
         if rows is None:
@@ -107,14 +123,18 @@ class Saved(Pretrained):
         (moved,) = jax.tree.leaves(in_order_of(TrainState((), asked, ()), restored, rows))
         return moved
 
-    def _read(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        path = self._averaged.get(name, f"params.{name}")
+    def _read(self, path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         item = unflatten_dict({path: like}, sep=".")
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
         asked = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
         with reading(str(self._stored.folder)):
             (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self._stored.folder / "state", args=asked))
         return array
+
+
+def _run_of(step: Path) -> Path:
+    """The run directory, or the folder of checkpoints, of a step's folder."""
+    return step.parent.parent if step.parent.name == FOLDER else step.parent
 
 
 def _architecture(given: dict[str, Any], where: str) -> ModelConfig:

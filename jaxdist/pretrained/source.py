@@ -19,7 +19,7 @@ from jaxdist.specs import STACKED, PyTree, leaves_by_name, path_name
 Say = Callable[[str], None]
 # Keys of a model that change how it is computed, or trained, and not what it is.
 MAY_DIFFER = (
-    *("name", "from", "style", "dropout", "attention", "scan_blocks", "loss_chunk", "vocab"),
+    *("name", "from", "style", "dropout", "label_smoothing", "attention", "scan_blocks", "loss_chunk", "vocab"),
     *(f"moe.{key}" for key in ("dispatch", "factor", "group", "pieces", "bias_rate", "balance_loss", "z_loss")),
 )
 SHOWN = 5  # parameters that a message lists
@@ -33,6 +33,7 @@ class Pretrained(ABC):
     - positions: the length of the longest sequence; None: not known.
     - tokenizer: the folder of its tokenizer; None: there is none.
     - lora: of the adapters that are among the parameters; None: there are none.
+    - mend: what to do about parameters that do not fit, for messages.
     """
 
     described: str
@@ -40,6 +41,7 @@ class Pretrained(ABC):
     positions: int | None = None
     tokenizer: Path | None = None
     lora: LoraConfig | None = None
+    mend: str = "give model.from the same place, or name in init.partial what may differ"
     _key: str
 
     @abstractmethod
@@ -111,8 +113,7 @@ class Pretrained(ABC):
     def _refuse(self, misfits: Sequence[str]) -> None:
         if misfits:
             raise UserError(
-                f"{self._key}: {self.described} does not fit this model: {_listed(misfits, '; ')}; give model.from the"
-                " same place, or name in init.partial what may differ"
+                f"{self._key}: {self.described} does not fit this model: {_listed(misfits, '; ')}; {self.mend}"
             )
 
     def check_architecture(self, model: ModelConfig, partial: Sequence[str] = ()) -> None:

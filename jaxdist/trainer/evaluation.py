@@ -165,6 +165,11 @@ class Evaluator:
         self._crumbs = watch.crumbs
         self._unit, self._on_cpu = plan.source.info["unit"], on_cpu(plan.mesh)
 
+    @property
+    def batches(self) -> int:
+        """How many batches an evaluation takes, of all parts."""
+        return sum(loader.batches or 0 for *_, loader in self._parts)
+
     def __call__(self, state: TrainState) -> dict[str, float]:
         """The metrics of an evaluation:
 

@@ -40,6 +40,7 @@ RUN: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "docs/compiler.md": [("python scripts/train.py --config configs/quickstart.yaml mesh.data=1", SMALL)],
+    "docs/watching.md": [("jaxdist eval runs/mine  ", ""), ("jaxdist eval runs/mine --all", "")],
     "docs/generation.md": [('jaxdist generate runs/mine --prompt "import " --max-tokens 200', "--max-tokens 4")],
     "docs/finetuning.md": [
         ("jaxdist train quickstart --run-dir runs/base train.steps=40", SMALL),
@@ -86,7 +87,7 @@ RUN: dict[str, list[tuple[str, str]]] = {
     ],
 }
 # {page: the page whose runs its commands use}
-AFTER = {"docs/report.md": "README.md", "docs/generation.md": "README.md"}
+AFTER = dict.fromkeys(("docs/report.md", "docs/generation.md", "docs/watching.md"), "README.md")
 # {why: the beginnings of commands, with their pages}
 NOT_RUN = {
     "the same as another line of this file": [

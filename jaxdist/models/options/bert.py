@@ -14,7 +14,9 @@ from jaxdist.config.rules.transformer import (
     scan_blocks_setting,
 )
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sections.labels import label_smoothing_setting
 from jaxdist.config.sources import check_source
+from jaxdist.errors import UserError
 
 UNUSED_AXES = ("context", "expert")  # of the mesh: no layer uses them yet
 
@@ -29,6 +31,7 @@ class Options(ModelConfig):
         choices=("mlm", "classification"),
     )
     classes: int = setting(2, "number of labels (head: classification)", at_least=1)
+    label_smoothing: float = label_smoothing_setting(" (head: classification)")
     layers: int = setting(4, "number of blocks", at_least=1)
     width: int = setting(128, "size of the residual stream", at_least=1)
     heads: int = setting(4, "attention heads; divides width", at_least=1)
@@ -53,6 +56,11 @@ class Options(ModelConfig):
 def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     """Raise `UserError` where the model does not fit itself, the data source, or a mesh of these sizes."""
     model = config.model.resolved()
+    if model.label_smoothing and model.head == "mlm":
+        raise UserError(
+            f"model.label_smoothing: {model.label_smoothing} has no effect with model.head 'mlm'; allowed: 0; or"
+            " model.head=classification"
+        )
     check_heads(model)
     check_tensor(model, mesh["tensor"])
     check_sequence(config, mesh["tensor"])

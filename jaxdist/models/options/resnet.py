@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxdist.config.rules.fields import setting
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sections.labels import label_smoothing_setting
 from jaxdist.config.sources import check_source
 from jaxdist.errors import UserError
 
@@ -19,6 +20,7 @@ class Options(ModelConfig):
     depth: int = setting(50, "layers with weights: 18, 34, 50, 101 or 152", at_least=min(BLOCKS), at_most=max(BLOCKS))
     blocks: tuple[int, ...] = setting((), "blocks of each stage, [1, 1, 1]; []: as many as depth says", at_least=1)
     classes: int = setting(1000, "number of labels", at_least=1)
+    label_smoothing: float = label_smoothing_setting()
     channels: int = setting(3, "channels of an image", at_least=1)
     image_size: int = setting(224, "rows and columns of an image", at_least=1)
     width: int = setting(64, "channels after the first convolution; stages double them", at_least=1)

@@ -8,6 +8,7 @@ from jaxdist.config.rules.fields import setting
 from jaxdist.config.rules.pipeline import divisors, near
 from jaxdist.config.rules.transformer import attention_setting, check_heads, check_tensor, scan_blocks_setting
 from jaxdist.config.schema import Config, ModelConfig
+from jaxdist.config.sections.labels import label_smoothing_setting
 from jaxdist.config.sources import check_source
 from jaxdist.errors import UserError
 
@@ -22,6 +23,7 @@ class Options(ModelConfig):
     patch_size: int = setting(16, "rows and columns of a patch; divides image_size", at_least=1)
     channels: int = setting(3, "channels of an image", at_least=1)
     classes: int = setting(1000, "number of labels", at_least=1)
+    label_smoothing: float = label_smoothing_setting()
     layers: int = setting(12, "number of blocks", at_least=1)
     width: int = setting(768, "size of the residual stream", at_least=1)
     heads: int = setting(12, "attention heads; divides width", at_least=1)
