@@ -43,6 +43,8 @@ def only_in(saved: Collection[str], asked: Collection[str]) -> str:
     mend = "model and optimizer must be the checkpoint's"
     if name.partition(".")[0] == "model_state":
         mend = "give init_state (or state_target) a model_state= with the checkpoint's leaves, or none if it has none"
+    if name.startswith("opt_state.model_state."):
+        mend = "older versions kept no average of a model_state; start another run"
     if average:
         mend = (
             f"train.ema must be the checkpoint's: {'give it a decay, such as 0.999' if checkpoint else 'leave it out'}"

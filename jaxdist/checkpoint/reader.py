@@ -13,7 +13,7 @@ from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
 from jaxdist.checkpoint.checksums import verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.errors import UserError
-from jaxdist.optim.ema import EmaState
+from jaxdist.optim.ema import EMA_STATES
 from jaxdist.parallel.pipeline.stages import rows_of_blocks
 from jaxdist.specs import PyTree, leaves_by_name, path_name
 from jaxdist.state import TrainState
@@ -84,7 +84,7 @@ class Stored:
     def averages(self) -> dict[str, str]:
         """Where the state has the moving average of each parameter, by the parameter's name; {} without `with_ema`."""
         found = self._tree.get("opt_state")
-        if not isinstance(found, dict) or found.keys() != {*EmaState._fields}:
+        if not isinstance(found, dict) or all(found.keys() != {*kind._fields} for kind in EMA_STATES):
             return {}
         return {name: f"opt_state.ema.{name}" for name in leaves_by_name(found["ema"])}
 
