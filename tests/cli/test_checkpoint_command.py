@@ -23,7 +23,8 @@ from jaxdist.config.schema import DevicesConfig, MeshConfig, ParallelConfig, Tra
 from jaxdist.data import Source
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
-from jaxdist.optim.ema import EmaState
+from jaxdist.optim.ema import CarryingEmaState, EmaState
+from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import record
 
@@ -135,6 +136,25 @@ def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
     assert ema["blocks"] and "ending" not in mean.meta
     for path, leaf in jax.tree_util.tree_leaves_with_path(ema):
         assert np.array_equal(mean.param(".".join(key.key for key in path)), leaf)
+
+
+def test_running_statistics_are_averaged_too(tmp_path: Path) -> None:
+    """Those of one step do not fit the mean of parameters. Numbers that are no floats are the newest."""
+    with Checkpoints(tmp_path / "own", keep=9) as checkpoints:
+        for step in (1, 2):
+            carried = {"norms": [{"mean": jnp.full(3, float(step), jnp.bfloat16)}], "count": jnp.int32(step)}
+            params = {"w": jnp.full(3, float(step))}
+            state = CarryingEmaState(params, (), jax.tree.map(lambda leaf: leaf + 0, carried))
+            checkpoints.save(step, TrainState(jnp.int32(step), params, state, model_state=carried), {})
+    said = average(tmp_path / "own", tmp_path / "mean", last=2)
+    assert said.endswith("as step 2; its running statistics (model_state) are the mean of theirs")
+    (mean,) = open_steps(tmp_path / "mean")
+    rest = mean.rest()
+    for found in (rest["model_state"], rest["opt_state"]["model_state"]):
+        assert {name: float(leaf.max()) for name, leaf in leaves_by_name(found).items()} == {
+            "count": 2,
+            "norms.0.mean": 1.5,
+        }
 
 
 @pytest.mark.parametrize("meta", [{}, {"parallel": "mine", "model": "mine"}])
