@@ -90,17 +90,14 @@ class Stored:
 
     def param(self, name: str) -> np.ndarray:
         """One parameter."""
-        return self.leaf(f"params.{name}")
+        (array,) = jax.tree.leaves(self._read(unflatten_dict({f"params.{name}": 0}, sep=".")))
+        return array
 
     def model_state(self) -> dict[str, Any]:
-        """Shapes and dtypes of the leaves of the model_state, such as {"model_state.norm.mean": ShapeDtypeStruct}."""
-        found = leaves_by_name({"model_state": self._tree.get("model_state", {})})
-        return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for name, leaf in found.items()}
-
-    def leaf(self, path: str) -> np.ndarray:
-        """One array of the state, by its path in it."""
-        (array,) = jax.tree.leaves(self._read(unflatten_dict({path: 0}, sep=".")))
-        return array
+        """{"model_state": lists and dicts of arrays}; {} where the state has none."""
+        part = {"model_state": self._tree.get("model_state", ())}
+        found: dict[str, Any] = self._read(part) if jax.tree.leaves(part) else {}
+        return found
 
     def rest(self) -> dict[str, Any]:
         """Optimizer state, step and guard, as lists and dicts of arrays: all but the parameters."""

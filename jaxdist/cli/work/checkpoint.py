@@ -1,7 +1,7 @@
 """The command `checkpoint`: list, verify, export, import and average the checkpoints of runs."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -178,52 +178,50 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     for other in steps[:-1]:
         _check_same(newest, other)
     enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
-    params = _means(steps, {f"params.{name}": leaf for name, leaf in newest.params().items()})["params"]
+    params = unflatten_dict({name: _mean(each.param(name) for each in steps) for name in newest.params()}, sep=".")
     rest = jax.tree.map(jnp.asarray, newest.rest())
-    others = {name: rest[name] for name in ("guard", "model_state") if name in rest}
-    if newest.model_state():
-        others |= _means(steps, newest.model_state())
+    others = {"guard": rest["guard"]} if "guard" in rest else {}
+    carried = jax.tree.map(lambda *each: _mean(each), *(stored.model_state() for stored in steps))
     if newest.averages():  # what evaluations read
-        both = {"ema": params, "model_state": others.get("model_state")}
-        rest["opt_state"] |= {
-            name: _typed_like(rest["opt_state"][name], both[name]) for name in both if name in rest["opt_state"]
-        }
-    state = TrainState(rest["step"], params, rest["opt_state"], **others)
+        rest["opt_state"]["ema"] = _typed_like(rest["opt_state"]["ema"], params)
+        if "model_state" in rest["opt_state"]:
+            like = rest["opt_state"]["model_state"]
+            rest["opt_state"]["model_state"] = jax.tree.map(
+                lambda old, new: new.astype(old.dtype), like, carried["model_state"]
+            )
+    state = TrainState(rest["step"], params, rest["opt_state"], **others, **carried)
     meta = {name: value for name, value in without_order(newest.meta).items() if name != "ending"}
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, meta)
     if (run_dir / "config.yaml").exists():
         replace_file(output / "config.yaml", read_regular(run_dir / "config.yaml"))
-    also = "; its running statistics (model_state) are the mean of theirs" * bool(newest.model_state())
+    also = "; its running statistics (model_state) are the mean of theirs" * bool(carried)
     return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}{also}"
 
 
-def _typed_like(tree: Any, values: Any) -> Any:
+def _typed_like(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """The values of the leaves that a tree of dicts has, in its types. The tree may lack some: frozen parameters."""
-    if not isinstance(tree, dict):
-        return values.astype(tree.dtype)
-    return {name: _typed_like(part, values[name]) for name, part in tree.items() if name in values and part is not None}
+    return {
+        name: _typed_like(part, values[name]) if isinstance(part, dict) else values[name].astype(part.dtype)
+        for name, part in tree.items()
+        if name in values and part is not None
+    }
 
 
-def _means(steps: Sequence[Stored], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The means of leaves, by their paths in the state, as a tree; of those that are no floats the newest."""
-    found = {name: jnp.asarray(_mean(steps, name)) for name in leaves}
-    return unflatten_dict(found, sep=".")
-
-
-def _mean(steps: Sequence[Stored], path: str) -> np.ndarray:
-    first = steps[0].leaf(path)
-    if not jnp.issubdtype(first.dtype, jnp.floating):
-        return steps[-1].leaf(path)
-    total = first.astype(np.float64)
-    for stored in steps[1:]:
-        total += stored.leaf(path)
-    total /= len(steps)
-    return total.astype(first.dtype)
+def _mean(arrays: Iterable[np.ndarray]) -> jax.Array:
+    """The mean of arrays that are alike; of those that are no floats the last."""
+    each = iter(arrays)
+    last = next(each)
+    total, count = last.astype(np.float64), 1
+    for last in each:
+        total, count = total + last, count + 1
+    if not jnp.issubdtype(last.dtype, jnp.floating):
+        return jnp.asarray(last)
+    return jnp.asarray((total / count).astype(last.dtype))
 
 
 def _check_same(newest: Stored, other: Stored) -> None:
-    mine, its = newest.params() | newest.model_state(), other.params() | other.model_state()
+    mine, its = (each.params() | leaves_by_name(each.model_state()) for each in (newest, other))
     for name in sorted(mine.keys() | its.keys()):
         kinds = [
             f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "not there"
