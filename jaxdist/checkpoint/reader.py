@@ -93,11 +93,14 @@ class Stored:
         (array,) = jax.tree.leaves(self._read(unflatten_dict({f"params.{name}": 0}, sep=".")))
         return array
 
-    def model_state(self) -> dict[str, Any]:
-        """{"model_state": lists and dicts of arrays}; {} where the state has none."""
-        part = {"model_state": self._tree.get("model_state", ())}
-        found: dict[str, Any] = self._read(part) if jax.tree.leaves(part) else {}
-        return found
+    def model_state(self, *, ema: bool = False) -> PyTree:
+        """The model_state as lists and dicts of arrays; () where the state has none. ema: its average, by `with_ema`"""
+        place = self._tree.get("opt_state") if ema else self._tree
+        part = place.get("model_state", ()) if isinstance(place, dict) else ()
+        if not jax.tree.leaves(part):
+            return ()
+        found = self._read({"opt_state": {"model_state": part}} if ema else {"model_state": part})
+        return (found["opt_state"] if ema else found)["model_state"]
 
     def rest(self) -> dict[str, Any]:
         """Optimizer state, step and guard, as lists and dicts of arrays: all but the parameters."""

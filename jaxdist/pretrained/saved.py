@@ -64,6 +64,9 @@ class Saved(Pretrained):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self._stored.params()
 
+    def model_state(self) -> dict[str, np.ndarray]:
+        return leaves_by_name(self._stored.model_state(ema=bool(self._averaged)))
+
     def digest(self) -> str:
         seal = self._stored.folder / CHECKSUMS  # of every byte of the step; older versions wrote none
         text = f"{sorted(self.shapes().items())} {bool(self._averaged)} {self._stored.meta}"

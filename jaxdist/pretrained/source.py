@@ -56,6 +56,10 @@ class Pretrained(ABC):
     ) -> Iterable[tuple[str, jax.Array]]:
         """The parameters that `target` names, in its layout and dtypes."""
 
+    def model_state(self) -> dict[str, np.ndarray]:
+        """The state that a loss carries besides parameters, such as running statistics, by name; {}: there is none."""
+        return {}
+
     def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         """Whether a parameter of one shape can become one of another."""
         return found == wanted

@@ -182,20 +182,19 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     rest = jax.tree.map(jnp.asarray, newest.rest())
     others = {"guard": rest["guard"]} if "guard" in rest else {}
     carried = jax.tree.map(lambda *each: _mean(each), *(stored.model_state() for stored in steps))
+    stateful = bool(jax.tree.leaves(carried))
     if newest.averages():  # what evaluations read
         rest["opt_state"]["ema"] = _typed_like(rest["opt_state"]["ema"], params)
         if "model_state" in rest["opt_state"]:
             like = rest["opt_state"]["model_state"]
-            rest["opt_state"]["model_state"] = jax.tree.map(
-                lambda old, new: new.astype(old.dtype), like, carried["model_state"]
-            )
-    state = TrainState(rest["step"], params, rest["opt_state"], **others, **carried)
+            rest["opt_state"]["model_state"] = jax.tree.map(lambda old, new: new.astype(old.dtype), like, carried)
+    state = TrainState(rest["step"], params, rest["opt_state"], **others, model_state=carried)
     meta = {name: value for name, value in without_order(newest.meta).items() if name != "ending"}
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, meta)
     if (run_dir / "config.yaml").exists():
         replace_file(output / "config.yaml", read_regular(run_dir / "config.yaml"))
-    also = "; its running statistics (model_state) are the mean of theirs" * bool(carried)
+    also = "; its running statistics (model_state) are the mean of theirs" * stateful
     return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}{also}"
 
 
@@ -221,7 +220,7 @@ def _mean(arrays: Iterable[np.ndarray]) -> jax.Array:
 
 
 def _check_same(newest: Stored, other: Stored) -> None:
-    mine, its = (each.params() | leaves_by_name(each.model_state()) for each in (newest, other))
+    mine, its = (each.params() | leaves_by_name({"model_state": each.model_state()}) for each in (newest, other))
     for name in sorted(mine.keys() | its.keys()):
         kinds = [
             f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "not there"
