@@ -1,6 +1,7 @@
 """What is known of parameters that exist already, and how they come into a layout."""
 
 import fnmatch
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -132,10 +133,12 @@ class Pretrained(ABC):
             for key, value in settings_by_key(mine).items()
             if key not in MAY_DIFFER and not _fitting(f"model.{key}", partial)
         }
-        if wrong := model_differences(wanted, model):
+        if wrong := {each.partition("=")[0]: each for each in model_differences(wanted, model)}:
+            idle = [f"model.{each}" for each in mine.idle()]  # no key to set: there they change nothing
+            shown = [text for key, text in wrong.items() if not _fitting(key, idle)] or [*wrong.values()]
             raise UserError(
-                f"{self._key}: {self.described} asks for {', '.join(wrong)}; set them, give model.from the same place,"
-                " or name in init.partial what may differ"
+                f"{self._key}: {self.described} asks for {', '.join(shown)}; set them, give model.from the same place,"
+                f" or let them differ: init.partial={json.dumps([*partial, *wrong])}"
             )
 
     @abstractmethod
