@@ -237,7 +237,7 @@ def test_plain_console_lines():
 
 @pytest.mark.parametrize("name", ["tokens_per_s", "samples_per_s", "mfu"])
 def test_rates_are_means_since_the_last_line(name: str) -> None:
-    """By time: two steps at 0.1 and one at 0.4 take 22.5 units, as three at 0.1333 do. Not those that were shown before."""
+    """By time: two steps at 0.1 and one at 0.4 take 22.5 units, as three at 0.1333 do. Not those of the line before."""
     stream = io.StringIO()
     with Console(6, mode="plain", log_every=3, stream=stream, clock=Clock()) as console:
         for step, rate in enumerate([100.0, 0.1, 0.4, 0.1, 0.1, 0.4], 1):
