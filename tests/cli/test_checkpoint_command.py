@@ -67,6 +67,8 @@ def test_list(run_dir: Path) -> None:
         ("10", ["1.2500", "1.5000", "complete"]),
         ("12", ["-", "-", "not", "complete", "(12.orbax-checkpoint-tmp)"]),
     ]
+    inner = [line.split() for line in listing(run_dir / "checkpoints")]
+    assert [row[0] for row in inner] == [row[0] for row in rows] and inner[1][-1] == "complete"
     size = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "2").rglob("*") if path.is_file())
     assert float(rows[1][1]) == pytest.approx(size / 2**20, abs=0.051) and size > 50_000
 
