@@ -20,6 +20,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, check_mesh, has_host_memory
 from jaxdist.model import ModelDef, rules_of
 from jaxdist.optim import leave_out, only_trained
+from jaxdist.optim.ema import carrying, not_carrying
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
@@ -254,9 +255,7 @@ def state_target(
     residual = residual_target(
         leave_out(shapes, options.freeze), leave_out(stored, options.freeze), mesh, options.grad_sync
     )
-    target = abstract_state(shapes, stored, optimizer, mesh, residual)._replace(
-        model_state=_replicated_like(model_state, mesh)
-    )
+    target = carrying(abstract_state(shapes, stored, optimizer, mesh, residual), _replicated_like(model_state, mesh))
     return target._replace(opt_state=on_host(target.opt_state)) if options.offload and has_host_memory(mesh) else target
 
 
@@ -301,14 +300,14 @@ def init_state(
     alone = mesh.shape["data"] > 1 and all(mesh.shape[axis] == 1 for axis in SHARD_AXES)
     if alone and jax.process_index() == 0 and StrategyFacts.of(options.strategy).sharded:
         _tell_whole(options.strategy, mesh.shape["data"])
-    carried, target = target.model_state, target._replace(model_state=())
+    carried, bare = target.model_state, not_carrying(target)
     optimizer, key = only_trained(optimizer, options.freeze, rules_of(source)), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source
-    state = allocate(make, key, optimizer, target) if _is_init(make) else place_params(make, optimizer, target)
+    state = allocate(make, key, optimizer, bare) if _is_init(make) else place_params(make, optimizer, bare)
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model_state))
     if module_init is not None and abstract:  # its module builds it, unless the caller has given one
         carry = jax.jit(lambda key: module_init(key)[1], out_shardings=shardings_of(carried))
-        return state._replace(model_state=carry(key))
+        return carrying(state, carry(key), target)
     # Copies: the state is donated, and the caller keeps what he gave.
     copies = jax.tree.map(lambda leaf, like: jnp.array(leaf, like.dtype), model_state, carried)
-    return state._replace(model_state=jax.device_put(copies, shardings_of(carried)))
+    return carrying(state, jax.device_put(copies, shardings_of(carried)), target)

@@ -146,7 +146,8 @@ def updated(
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-            updates, opt_state = call_update(optimizer, grads, opt_state, params, shardings=shardings)
+            extra = {"shardings": shardings, "model_state": state.model_state}  # for those that take them
+            updates, opt_state = call_update(optimizer, grads, opt_state, params, **extra)
         return apply_updates(params, updates), opt_state
 
     rest = state.opt_state

@@ -129,8 +129,9 @@ def make_train_step(
             metrics: Metrics = {"loss": means.pop("loss"), "weight": totals["loss"][1], "grad_norm": norm(grads)}
             finite, halted = is_finite(metrics["loss"], metrics["grad_norm"]), is_halted(state.guard, options.max_skips)
             taken, guard = finite & ~halted, next_guard(state.guard, finite, policy.scale_rule)
+            seen = state._replace(model_state=carried)
             params, opt_state = updated(
-                optimizer, grads, state, taken=taken, branch=on_cpu(mesh), shardings=layout.params
+                optimizer, grads, seen, taken=taken, branch=on_cpu(mesh), shardings=layout.params
             )
             new = TrainState(state.step + 1, params, opt_state, residual, guard, carried)
             state = advanced(state, new, taken=taken, halted=halted)

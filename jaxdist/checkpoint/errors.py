@@ -1,9 +1,16 @@
 """Failures to save and to read checkpoints, each in one line."""
 
+import functools
+import logging
 import os
 import re
+import sys
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import jax
 
 from jaxdist.checkpoint.barrier import FailedElsewhere
 from jaxdist.errors import UserError
@@ -31,6 +38,38 @@ def why(error: Exception) -> str:
     return os.strerror(code) if code else f"{type(error).__name__}: {text[:200]}"
 
 
+@functools.cache  # once
+def tell_in_one_line() -> None:
+    """From now on a save that fails is told in the line of its `SaveFailed` alone, not in hundreds of tracebacks too.
+
+    Left out are, on process 0, which says that line, what orbax logs of `FAILURES`; and what writes report that were
+    under way when orbax gave up: its event loop is closed. Everything else is shown as before.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not _is_late_write(unraisable):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    logging.getLogger("absl").addFilter(lambda record: not _is_of_failed_save(record))
+
+
+def _is_late_write(unraisable: Any) -> bool:
+    """Whether this is what tensorstore's threads report to an event loop of orbax that is closed: no Python called."""
+    if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+        return False
+    frames = traceback.extract_tb(unraisable.exc_traceback)
+    return [frame.name for frame in frames] == ["call_soon_threadsafe", "_check_closed"]
+
+
+def _is_of_failed_save(record: logging.LogRecord) -> bool:
+    """Whether orbax logs a failure that it raises, too."""
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    orbax = f"{os.sep}orbax{os.sep}" in record.pathname
+    return orbax and isinstance(error, FAILURES) and jax.process_index() == 0
+
+
 def only_in(saved: Collection[str], asked: Collection[str]) -> str:
     """What to do about the first leaf of a state that is only in the checkpoint, or only in what is to be restored.
 
@@ -43,6 +82,8 @@ def only_in(saved: Collection[str], asked: Collection[str]) -> str:
     mend = "model and optimizer must be the checkpoint's"
     if name.partition(".")[0] == "model_state":
         mend = "give init_state (or state_target) a model_state= with the checkpoint's leaves, or none if it has none"
+    if name.startswith("opt_state.model_state."):
+        mend = "older versions kept no average of a model_state; start another run"
     if average:
         mend = (
             f"train.ema must be the checkpoint's: {'give it a decay, such as 0.999' if checkpoint else 'leave it out'}"

@@ -35,7 +35,7 @@ from jaxdist.checkpoint.checksums import (
     check_files,
     record_of,
 )
-from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, why
+from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, tell_in_one_line, why
 from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
 from jaxdist.errors import UserError
 from jaxdist.files.regular import identity_of, name_aside, remove_empty
@@ -104,6 +104,7 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         """The manager of orbax for the folder, once what killed and failed saves have left is removed."""
+        tell_in_one_line()
         remove_leftovers(self._folder)  # not by orbax, which does it in the background, and may meet the next save's
         options = ocp.CheckpointManagerOptions(
             create=True,
@@ -375,8 +376,7 @@ class Checkpoints:
     def _drain(self) -> None:
         """Wait for the rest of a save that failed: otherwise orbax's threads go on, and the next save raises their
         errors."""
-        parts = self._manager._checkpointer, self._manager._non_blocking_metadata_store
-        for part in parts:
+        for part in (self._manager._checkpointer, self._manager._non_blocking_metadata_store):
             for _ in range(10):  # each failure is raised once; the first one is told
                 try:
                     part.wait_until_finished()

@@ -14,7 +14,7 @@ from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
 from jaxdist.checkpoint.checksums import verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.errors import UserError
-from jaxdist.optim.ema import EmaState
+from jaxdist.optim.ema import EMA_STATES
 from jaxdist.parallel.pipeline.stages import rows_of_blocks
 from jaxdist.specs import PyTree, leaves_by_name, path_name
 from jaxdist.state import TrainState
@@ -93,15 +93,10 @@ class Stored:
             found[name] = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
         return found
 
-    def model_state(self) -> dict[str, Any]:
-        """Shapes and dtypes of what a loss carries besides parameters, as of `params`."""
-        found = leaves_by_name(self._tree.get("model_state", {}))
-        return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for name, leaf in found.items()}
-
     def averages(self) -> dict[str, str]:
         """Where the state has the moving average of each parameter, by the parameter's name; {} without `with_ema`."""
         found = self._tree.get("opt_state")
-        if not isinstance(found, dict) or found.keys() != {*EmaState._fields}:
+        if not isinstance(found, dict) or all(found.keys() != {*kind._fields} for kind in EMA_STATES):
             return {}
         return {name: f"opt_state.ema.{name}" for name in leaves_by_name(found["ema"])}
 
@@ -109,6 +104,15 @@ class Stored:
         """One parameter."""
         (array,) = jax.tree.leaves(self._read(unflatten_dict({f"params.{name}": 0}, sep=".")))
         return array
+
+    def model_state(self, *, ema: bool = False) -> PyTree:
+        """The model_state as lists and dicts of arrays; () where the state has none. ema: its average, by `with_ema`"""
+        place = self._tree.get("opt_state") if ema else self._tree
+        part = place.get("model_state", ()) if isinstance(place, dict) else ()
+        if not jax.tree.leaves(part):
+            return ()
+        found = self._read({"opt_state": {"model_state": part}} if ema else {"model_state": part})
+        return (found["opt_state"] if ema else found)["model_state"]
 
     def rest(self) -> dict[str, Any]:
         """Optimizer state, step and guard, as lists and dicts of arrays: all but the parameters."""

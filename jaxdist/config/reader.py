@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import yaml
 
 from jaxdist.config.entries import Entries, entries_in, owners, with_options
-from jaxdist.config.rules.fields import Key, all_keys, keys, show
+from jaxdist.config.rules.fields import UNEXPANDED, Key, all_keys, keys, show
 from jaxdist.errors import UserError, nearest
 
 _T = TypeVar("_T")
@@ -221,8 +221,11 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         hint = "; indent with spaces, not tabs" if "'\\t'" in str(error.problem) else ""
         hint = "; put text that begins with * in quotes" if "alias" in str(error.context) else hint
+        mark = error.problem_mark
+        if mark is not None and text[max(0, mark.index - 1) :].startswith("${"):
+            hint = UNEXPANDED
         text = ", ".join(part for part in (error.context, error.problem) if part)
-        raise UserError(f"{_at(where, error.problem_mark or error.context_mark)}: not YAML: {text}{hint}") from None
+        raise UserError(f"{_at(where, mark or error.context_mark)}: not YAML: {text}{hint}") from None
     except UserError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets errors of its int() and chr() through

@@ -71,6 +71,7 @@ def documents_source(config: DataConfig, name: str, suffixes: Sequence[str], rea
         files=(len(files), len(held_files)),
         sha256=digest,
         documents=(_starts(sides[0]), _starts(sides[1])),
+        whole="documents; give more, or data.val_path",
     )
 
 

@@ -151,11 +151,37 @@ def file_pieces(file: Path) -> Iterable[bytes]:
             yield piece
 
 
+def _uneven(config: DataConfig, unit: str, sizes: tuple[int | None, int], whole: str) -> list[str]:
+    """A line where much more is held out than `data.held_out` says, because what is split has parts of many sizes."""
+    train, held_out = sizes
+    if not whole or config.val_path is not None or not train:
+        return []
+    share = held_out / (train + held_out)
+    if share <= max(2 * config.held_out, config.held_out + 0.1):
+        return []
+    what, _, mend = whole.partition("; ")
+    return [
+        f"warning: {share:.0%} of the {unit} are held out, and data.held_out is {config.held_out:g}: {what} are held"
+        f" out whole, by a hash; {mend}"
+    ]
+
+
 def source_info(
-    config: DataConfig, name: str, unit: str, *, sizes: tuple[int | None, int], files: tuple[int, int], sha256: str
+    config: DataConfig,
+    name: str,
+    unit: str,
+    *,
+    sizes: tuple[int | None, int],
+    files: tuple[int, int],
+    sha256: str,
+    whole: str = "",
 ) -> dict[str, Any]:
-    """`Source.info`. sizes, files: of what is trained on, and of what is held out."""
-    return {
+    """`Source.info`. sizes, files: of what is trained on, and of what is held out.
+
+    whole: what is held out whole, and what to do where that is too much: "files; give more".
+    """
+    lines = _uneven(config, unit, sizes, whole)
+    return ({"lines": lines} if lines else {}) | {
         "name": name,
         "path": config.path,
         "unit": unit,
@@ -177,6 +203,7 @@ def source_of_ids(
     files: tuple[int, int],
     sha256: str,
     documents: tuple[np.ndarray, np.ndarray] | None = None,
+    whole: str = "",
 ) -> Source:
     """The source of these ids, sides: training and held-out. The others are `Source`'s and those of `source_info`.
 
@@ -190,5 +217,5 @@ def source_of_ids(
                 f"data.path: {config.path!r} gives {side.size} {kind} {unit}, less than one window of"
                 f" data.seq_len + 1 = {need}; use a longer text, a shorter data.seq_len or {more} data.held_out"
             )
-    info = source_info(config, name, unit, sizes=(train.size, held_out.size), files=files, sha256=sha256)
+    info = source_info(config, name, unit, sizes=(train.size, held_out.size), files=files, sha256=sha256, whole=whole)
     return Source(train, held_out, vocab, info, documents)

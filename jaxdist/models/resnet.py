@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxdist.config.entries import ModelFacts
 from jaxdist.errors import UserError
+from jaxdist.models._pixels import are_bytes
 from jaxdist.nn import label_accuracy, label_cross_entropy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.modules.nnx_modules import nnx_loss
@@ -120,7 +121,7 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     smoothed in training mode.
 
     batch: image [B, H, W, C], label [B], and weights [B] or none. A row of weight 0 enters nothing, nor the statistics
-        of norms. Pixels that are integers go from 0 to 255, and become numbers from -1 to 1; floats are taken as they
+        of norms. Pixels of the type uint8 go from 0 to 255, and become numbers from -1 to 1; floats are taken as they
         are.
     """
     if not isinstance(batch, Mapping):
@@ -139,7 +140,7 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, ...]:
             " allowed: [rows, columns, channels]; PyTorch's [channels, rows, columns] is image.transpose(0, 2, 3, 1); a"
             " grey image needs image[..., None]"
         )
-    if jnp.issubdtype(image.dtype, jnp.integer):
+    if are_bytes(image):
         image = image.astype(jnp.float32) / 127.5 - 1
     weights = batch.get("weights")
     if weights is not None and weights.shape != image.shape[:1]:

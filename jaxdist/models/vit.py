@@ -15,6 +15,7 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.models._encoder import encoder_block
+from jaxdist.models._pixels import are_bytes
 from jaxdist.nn import (
     LayerNorm,
     Linear,
@@ -62,7 +63,7 @@ class Embed(nnx.Module):
         table_SD = self.positions(1 + (self.image[0] // self.size) ** 2)
         wide = accumulation_dtype(table_SD.dtype)
         pixels = image_BHWC.astype(wide)
-        if jnp.issubdtype(image_BHWC.dtype, jnp.integer):
+        if are_bytes(image_BHWC):
             pixels = pixels * (1 / 127.5) - 1
         patches_BSD = self.patches(patches_of(pixels, self.size).astype(table_SD.dtype)).astype(table_SD.dtype)
         # The class token is added where nothing was, with the first position.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _RECENT = 50  # step times the estimate of the remaining time looks at
 _REFRESH_S = 0.1  # the live bar takes new numbers at most this often
 _UNKNOWN = "-:--:--"
+_RATES = ("tokens_per_s", "samples_per_s", "mfu")  # shown as means of the steps since the last that was shown
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -77,6 +78,7 @@ class Console:
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._last: tuple[int, float] | None = None  # step and time of the last call of step()
         self._drawn = -math.inf
+        self._unshown: dict[str, list[float]] = {}  # what a step took, to a factor: 1 / each rate of a step
         if self._rich:
             self._bar = _progress_bar(self._stream)
             self._task = self._bar.add_task("", total=total_steps, fields="", eta=_UNKNOWN)
@@ -100,9 +102,13 @@ class Console:
             self.line(f"{name:<{width}}  " + str(value).replace("\n", "\n" + " " * (width + 2)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step, from 1 to the total: loss, grad_norm, and tokens_per_s or samples_per_s."""
+        """Show a finished step, from 1 to the total: loss, grad_norm, and tokens_per_s or samples_per_s, which is the
+        mean of all steps since the last one that was shown."""
         if not self._enabled:
             return
+        for name in _RATES:
+            if name in metrics:
+                self._unshown.setdefault(name, []).append(1 / metrics[name] if metrics[name] else math.inf)
         now = self._clock()
         first = self._last is None
         if self._last is not None and step > self._last[0]:
@@ -111,12 +117,12 @@ class Console:
         if self._rich:
             if now - self._drawn >= _REFRESH_S or step >= self._total:
                 self._drawn = now
-                fields = "  ".join(self._fields(metrics))
+                fields = "  ".join(self._fields(self._with_means(metrics)))
                 self._bar.update(self._task, completed=step, fields=fields, eta=self._eta(step))
                 self._bar.start()  # at the first step: what is written before has no bar under it
         elif first or step % self._log_every == 0 or step == self._total:
             place = f"step  {step:>{len(str(self._total))}}/{self._total}"
-            self.line("  ".join([place, *self._fields(metrics), f"eta {self._eta(step)}"]))
+            self.line("  ".join([place, *self._fields(self._with_means(metrics)), f"eta {self._eta(step)}"]))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line for an evaluation after `step`: every metric, without the prefix `eval/`."""
@@ -134,6 +140,12 @@ class Console:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _with_means(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step with the mean rates since the last call: work by time, as all steps do the same."""
+        sums = {name: (len(each), math.fsum(each)) for name, each in self._unshown.items()}
+        self._unshown = {}
+        return {**metrics, **{name: count / total if total else math.inf for name, (count, total) in sums.items()}}
 
     def _fields(self, metrics: Mapping[str, float]) -> list[str]:
         shown: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -6,9 +6,9 @@ stack (`per_block`). Muon sends its matrices by itself, in a manual region of it
 """
 
 from jaxdist.optim.norms import clip_by_ordered_norm, global_norm, norm_without, ordered_norm, ordered_sum
-from jaxdist.optim.update import apply_updates, leave_out, only_trained, with_rounded_products
+from jaxdist.optim.update import apply_updates, leave_out, only_trained
 
 __all__ = [
     "apply_updates", "clip_by_ordered_norm", "global_norm", "leave_out", "norm_without", "only_trained",
-    "ordered_norm", "ordered_sum", "with_rounded_products",
+    "ordered_norm", "ordered_sum",
 ]  # fmt: skip

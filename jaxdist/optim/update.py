@@ -10,7 +10,6 @@ import optax
 
 from jaxdist.config.rules.fields import check_argument
 from jaxdist.errors import UserError
-from jaxdist.precision.reproducible import products_rounded
 from jaxdist.specs import PyTree
 
 
@@ -73,7 +72,10 @@ def only_trained(
     rules: of parameters that it does not update (`ModelDef.update_rules`). rounded: `with_rounded_products`.
     """
     check_optimizer(optimizer)
-    optimizer = with_rounded_products(optimizer) if rounded else optimizer
+    if rounded:
+        from jaxdist.optim.rounding import with_rounded_products  # of deterministic steps alone
+
+        optimizer = with_rounded_products(optimizer)
     if rules:
         from jaxdist.optim.own_rules import with_rules  # of experts alone
 
@@ -96,8 +98,3 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
         return param if isinstance(update, optax.MaskedNode) else optax.apply_updates(param, update)
 
     return jax.tree.map(one, updates, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-
-
-def with_rounded_products(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer with `products_rounded`, outside of loops and conditions (`check_order` refuses those)."""
-    return optax.GradientTransformation(optimizer.init, products_rounded(optimizer.update))

@@ -50,7 +50,7 @@ def check_update(
     """Raise `UserError` for a state of another optimizer or `GradSync`, or an optimizer that `sync` excludes."""
     with jax.numpy_dtype_promotion("standard"):
         wanted: Any = jax.tree.structure(jax.eval_shape(optimizer.init, params))
-    if wanted != jax.tree.structure(opt_state):
+    if wanted != jax.tree.structure(getattr(opt_state, "bare", opt_state)):
         both = "give init_state and make_train_step the same optimizer and the same freeze"
         raise UserError(f"state: its optimizer state is of another optimizer, or of other frozen parameters; {both}")
     if (sync.wire_dtype == "int8") != bool(jax.tree.leaves(residual)):

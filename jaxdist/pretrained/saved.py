@@ -14,7 +14,6 @@ from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved
 from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
-from jaxdist.checkpoint.huggingface.safetensors import tensor_name
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps
 from jaxdist.config.load import with_settings
 from jaxdist.config.rules.fields import all_keys, keys, show
@@ -22,7 +21,7 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.pretrained.source import Pretrained, Say, cast_text
-from jaxdist.specs import PyTree, leaves_by_name, path_name
+from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 
 
@@ -67,23 +66,13 @@ class Saved(Pretrained):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self._stored.params()
 
+    def model_state(self) -> dict[str, np.ndarray]:
+        return leaves_by_name(self._stored.model_state(ema=bool(self._averaged)))
+
     def digest(self) -> str:
         seal = self._stored.folder / CHECKSUMS  # of every byte of the step; older versions wrote none
         text = f"{sorted(self.shapes().items())} {bool(self._averaged)} {self._stored.meta}"
         return hashlib.sha256(text.encode() + (seal.read_bytes() if seal.exists() else b"")).hexdigest()
-
-    def model_state(self, target: PyTree) -> PyTree:
-        """What the loss of a run carries besides parameters, in the layout of `target`. Raises `UserError` where that
-        is something else."""
-        asked, found = leaves_by_name(target), self._stored.model_state()
-        wrong = [name for name, leaf in asked.items() if name in found and found[name].shape != leaf.shape]
-        if other := sorted({*asked} ^ {*found}) + wrong:
-            raise UserError(
-                f"{self._key}: {self.described} has another state of its module, {tensor_name(other[0])}; use the"
-                " module that was trained"
-            )
-        read = {name: self._read(f"model_state.{name}", leaf) for name, leaf in asked.items()}
-        return jax.tree_util.tree_map_with_path(lambda path, _: read[path_name(path)], target)
 
     def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         return found == wanted or (name == POSITIONS and found[1:] == wanted[1:] and found[0] > wanted[0])

@@ -1,6 +1,7 @@
 """What is known of parameters that exist already, and how they come into a layout."""
 
 import fnmatch
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,23 @@ class Pretrained(ABC):
         self, target: Mapping[str, jax.ShapeDtypeStruct], order: np.ndarray | None, say: Say
     ) -> Iterable[tuple[str, jax.Array]]:
         """The parameters that `target` names, in its layout and dtypes."""
+
+    def model_state(self) -> dict[str, np.ndarray]:
+        """The state that a loss carries besides parameters, such as running statistics, by name; {}: there is none."""
+        return {}
+
+    def load_model_state(self, target: PyTree) -> PyTree:
+        """The model_state in the layout and dtypes of `target`. Raises `UserError` where it is of another model."""
+        wanted, mine = leaves_by_name(target), self.model_state()
+        there, here = ({name: tuple(leaf.shape) for name, leaf in leaves.items()} for leaves in (mine, wanted))
+        if wrong := sorted(name for name in there | here if there.get(name) != here.get(name)):
+            own, other = (each.get(wrong[0], "absent") for each in (here, there))
+            raise UserError(
+                f"{self._key}: {self.described} does not fit this model: model_state.{wrong[0]} is {other} there and"
+                f" {own} here; give a run of the same model"
+            )
+        placed = {name: jax.device_put(mine[name].astype(like.dtype), like.sharding) for name, like in wanted.items()}
+        return jax.tree_util.tree_map_with_path(lambda path, _: placed[path_name(path)], target)
 
     def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         """Whether a parameter of one shape can become one of another."""
@@ -129,10 +147,12 @@ class Pretrained(ABC):
             for key, value in settings_by_key(mine).items()
             if key not in MAY_DIFFER and not _fitting(f"model.{key}", partial)
         }
-        if wrong := model_differences(wanted, model):
+        if wrong := {each.partition("=")[0]: each for each in model_differences(wanted, model)}:
+            idle = [f"model.{each}" for each in mine.idle()]  # no key to set: there they change nothing
+            shown = [text for key, text in wrong.items() if not _fitting(key, idle)] or [*wrong.values()]
             raise UserError(
-                f"{self._key}: {self.described} asks for {', '.join(wrong)}; set them, give model.from the same place,"
-                " or name in init.partial what may differ"
+                f"{self._key}: {self.described} asks for {', '.join(shown)}; set them, give model.from the same place,"
+                f" or let them differ: init.partial={json.dumps([*partial, *wrong])}"
             )
 
     @abstractmethod

@@ -18,7 +18,7 @@ from jaxdist.data.own_batches import Placing, as_many, indexed, one_pass
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, fetched, on_cpu
 from jaxdist.model import ModelDef
-from jaxdist.optim.ema import EmaState, ema_of
+from jaxdist.optim.ema import EMA_STATES, ema_of, ema_of_model_state
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import check_metrics, read_results
 from jaxdist.parallel.options import StepOptions
@@ -37,15 +37,19 @@ from jaxdist.trainer.run import RunPlan, Sampler
 TEMPERATURE = 0.8  # of samples: below 1, likely tokens become likelier
 
 
-def averaged(state: TrainState) -> PyTree:
-    """The moving average of the parameters that their optimizer keeps (`with_ema`), laid out and typed like them."""
-    average = jax.device_put(ema_of(state.opt_state, state.params), shardings_of(state.params))
-    return jax.tree.map(lambda ema, leaf: ema.astype(leaf.dtype), average, state.params)
+def averaged(state: TrainState) -> tuple[PyTree, PyTree]:
+    """The moving averages of parameters and model_state that their optimizer keeps (`with_ema`), laid out and typed
+    like them."""
+    own = state.params, state.model_state
+    average = ema_of(state.opt_state, own[0]), ema_of_model_state(state.opt_state, own[1])
+    placed = jax.device_put(average, shardings_of(own))
+    return jax.tree.map(lambda ema, leaf: ema.astype(leaf.dtype), placed, own)
 
 
-def evaluated(state: TrainState) -> PyTree:
-    """The parameters to evaluate, by a configuration: the moving average where `train.ema` keeps one."""
-    return averaged(state) if isinstance(state.opt_state, EmaState) else fetched(state.params)
+def evaluated(state: TrainState) -> tuple[PyTree, PyTree]:
+    """The parameters and model_state to evaluate, by a configuration: the moving averages where `train.ema` keeps
+    them."""
+    return averaged(state) if isinstance(state.opt_state, EMA_STATES) else (fetched(state.params), state.model_state)
 
 
 def unused_keys(rows: int) -> jax.Array:
@@ -179,10 +183,10 @@ class Evaluator:
         - "eval/loss/NAME", "eval/accuracy/NAME": of each part of a mixture.
         """
         self._crumbs.enter("evaluation")
-        params, means, named = evaluated(state), dict[str, float](), dict[str, float]()
+        shown, means, named = evaluated(state), dict[str, float](), dict[str, float]()
         for name, share, loader in self._parts:
             batches = map(loader.batch, range(loader.batches or 0))
-            each = (self._totals(params, state.model_state, batch) for batch in batches)
+            each = (self._totals(*shown, batch) for batch in batches)
             found = mean_metrics(add_up(each, on_cpu=self._on_cpu))
             means |= {metric: means.get(metric, 0.0) + share * mean for metric, mean in found.items()}
             named |= {f"{metric}/{name}": mean for metric, mean in found.items()} if name else {}
@@ -192,12 +196,12 @@ class Evaluator:
 
 
 def own_evaluation(
-    plan: RunPlan, watch: Watch, data: Any, loss: Any, params_of: Callable[[TrainState], PyTree]
+    plan: RunPlan, watch: Watch, data: Any, loss: Any, shown_of: Callable[[TrainState], tuple[PyTree, PyTree]]
 ) -> Callable[[TrainState], dict[str, float]]:
     """state -> the mean loss over the batches of `eval_data`, and the metrics of a loss or of a model's head: NaN where
     all weights are 0. The first batch is tried here, without computing anything.
 
-    data: batches of one epoch. params_of: what is evaluated of a state.
+    data: batches of one epoch. shown_of: the parameters and the model_state to evaluate, of a state.
     """
     mesh, precision = plan.mesh, plan.parts.options.precision
     if indexed(data, "eval_data") is None and one_pass(data) is data:
@@ -229,8 +233,8 @@ def own_evaluation(
 
     def evaluate(state: TrainState) -> dict[str, float]:
         watch.crumbs.enter("evaluation")
-        params = params_of(state)
-        sums = add_up((totals(params, state.model_state, batch) for batch in batches()), on_cpu=on_cpu(mesh))
+        shown = shown_of(state)
+        sums = add_up((totals(*shown, batch) for batch in batches()), on_cpu=on_cpu(mesh))
         return mean_metrics(sums)
 
     jax.eval_shape(totals, plan.parts.evaluated, plan.parts.target.model_state, next(batches()))

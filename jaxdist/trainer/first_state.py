@@ -7,13 +7,15 @@ from fnmatch import fnmatch
 import jax
 from jax.sharding import Mesh
 
-from jaxdist.build import Parts
+from jaxdist.build import Parts, resolved_model
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.optimizer import LORA
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.model import ModelDef, rules_of
 from jaxdist.optim import only_trained
+from jaxdist.optim.ema import carrying, not_carrying
+from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.precision.reproducible import products_rounded
 from jaxdist.pretrained import Pretrained, open_pretrained
 from jaxdist.processes import from_all
@@ -36,29 +38,32 @@ def first_state(config: Config, parts: Parts, mesh: Mesh, say: Callable[[str], N
         return replicas.start(one), origin
     if config.init.from_ is None:
         return init_state(parts.model, parts.optimizer, mesh, parts.options), {}
-    params, origin = _params_from(config, parts, say)
+    params, carried, origin = _read_from(config, parts, say)
     optimizer = only_trained(parts.optimizer, parts.options.freeze, rules_of(parts.model))
 
     def others(params: PyTree) -> TrainState:
         return fresh_state(params, optimizer, parts.target.residual)._replace(params=())
 
-    rest = shardings_of(parts.target._replace(params=()))
-    return jax.jit(others, out_shardings=rest)(params)._replace(params=params), origin
+    rest = shardings_of(not_carrying(parts.target)._replace(params=()))
+    state = jax.jit(others, out_shardings=rest)(params)._replace(params=params)
+    return carrying(state, carried, parts.target), origin
 
 
-def _params_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tuple[PyTree, Origin]:
-    """The parameters that `init.from` names, in the layout of the run."""
+def _initial(model: ModelDef | ModuleLoss) -> Callable[[jax.Array], tuple[PyTree, PyTree]]:
+    """key -> the parameters and the model_state that a new run has."""
+    if isinstance(model, ModelDef):
+        return lambda key: (model.init(key), ())
+    return model.init or (lambda key: (model.params, model.model_state))
+
+
+def _read_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tuple[PyTree, PyTree, Origin]:
+    """The parameters and the model_state that `init.from` names, in the layout of the run."""
     init, target = config.init, parts.target
     assert init.from_ is not None
-    model = parts.model
-    if not isinstance(model, ModelDef):
-        raise UserError(
-            f"{_KEY}: {init.from_!r}, but model.name {config.model.name!r} gives a loss in place of a model, whose"
-            " parameters have no names here; load them in your module, and leave init out"
-        )
+    initial = _initial(parts.model)
 
     def fresh(names: frozenset[str]) -> dict[str, jax.Array]:
-        make = products_rounded(model.init)  # as `init_state` does; of the others nothing is computed
+        make = products_rounded(lambda key: initial(key)[0])  # as `init_state`; of the others nothing is computed
         chosen = lambda tree: {name: leaf for name, leaf in leaves_by_name(tree).items() if name in names}  # noqa: E731
         key, layout = jax.random.key(parts.options.seed), chosen(shardings_of(target.params))
         return jax.jit(lambda key: chosen(make(key)), out_shardings=layout)(key)
@@ -72,14 +77,27 @@ def _params_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tu
                 f"{_KEY}: {init.from_!r} holds other parameters on rank {other} than on rank 0; copy the same place to"
                 " all hosts"
             )
-        found.check_architecture(config.model.resolved(), init.partial)
+        found.check_architecture(resolved_model(config), init.partial)
         _check_ids(found, config)
         _check_adapters(found, config)
         # Adapters begin at random beside parameters that have none.
         new = config.optimizer.lora.rank and not any(fnmatch(name, LORA) for name in found.shapes())
         partial = (*init.partial, LORA) if new else init.partial
         params = found.load(target.params, fresh=fresh, partial=partial, order=order, say=say)
-    return params, {"from": init.from_, "digest": digests[0]}
+        carried = _state_from(found, parts, say)
+    return params, carried, {"from": init.from_, "digest": digests[0]}
+
+
+def _state_from(found: Pretrained, parts: Parts, say: Callable[[str], None]) -> PyTree:
+    """The model_state of the place, in the layout of the run; that of a new run where the place has none."""
+    target = parts.target.model_state
+    if not jax.tree.leaves(target):
+        return ()
+    if found.model_state():
+        return found.load_model_state(target)
+    say(f"{_KEY}: {found.described} has no running statistics (model_state); they are those of a new run")
+    key, initial = jax.random.key(parts.options.seed), _initial(parts.model)
+    return jax.jit(lambda key: initial(key)[1], out_shardings=shardings_of(target))(key)
 
 
 def _check_ids(found: Pretrained, config: Config) -> None:

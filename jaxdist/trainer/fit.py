@@ -30,7 +30,7 @@ from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.observe import read_metrics
 from jaxdist.observe.environment import versions
-from jaxdist.optim.ema import ema_of, with_ema
+from jaxdist.optim.ema import ema_of, ema_of_model_state, with_ema
 from jaxdist.optim.update import check_optimizer
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
@@ -89,7 +89,7 @@ class FitResult(NamedTuple):
     - metrics: of the last step, with those of its evaluation; where no step was left to take, the numbers of
         metrics.jsonl. Numbers, and arrays where a model's `figures` are.
     - stopped: "" after the last step; "patience"; or why it can be taken up again: SIGINT, SIGTERM, train.max_hours.
-    - ema: the moving average of the parameters; None without one.
+    - ema: the moving average of the parameters; None without one. ema_model_state: that of the model_state.
     - run_dir: where it is kept.
 
     >>> import tempfile
@@ -106,6 +106,7 @@ class FitResult(NamedTuple):
     stopped: str
     ema: PyTree
     run_dir: Path
+    ema_model_state: PyTree = None
 
     @property
     def exit_status(self) -> int:
@@ -147,7 +148,7 @@ def fit(
     eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, which would keep its dropout; that
         of `nnx_loss` is in evaluation mode by itself.
     patience: ends the run after so many evaluations in a row without a lower loss.
-    ema: the decay of a moving average of the parameters, which is what is evaluated then.
+    ema: the decay of a moving average of parameters and model_state, which is what is evaluated then.
     callbacks: functions (step, metrics), called for each step in order, one step late: no device waits for them.
     settings: keys of a configuration, such as {"train.eval_every": 10, "checkpoint.every": 20}; 50 and 100 otherwise.
     options, keywords: a `StepOptions`, or its fields: strategy="zero3", microbatches=4, seed=1.
@@ -186,15 +187,16 @@ class _Given(NamedTuple):
     callbacks: tuple[Callback, ...]
     averages: bool
 
-    def evaluated(self, state: TrainState) -> PyTree:
-        """The parameters to evaluate."""
-        return averaged(state) if self.averages else state.params
+    def evaluated(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """The parameters and the model_state to evaluate."""
+        return averaged(state) if self.averages else (state.params, state.model_state)
 
-    def ema(self, state: TrainState) -> PyTree:
-        """The moving average of the parameters, laid out like them; None without one."""
+    def ema(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """The moving averages of parameters and model_state, laid out like them; None without one."""
         if not self.averages:
-            return None
-        return jax.device_put(ema_of(state.opt_state, state.params), shardings_of(state.params))
+            return None, None
+        found = ema_of(state.opt_state, state.params), ema_of_model_state(state.opt_state, state.model_state)
+        return jax.device_put(found, shardings_of((state.params, state.model_state)))
 
 
 def _check(
@@ -221,10 +223,6 @@ def _check(
         raise UserError("run_dir: is empty; give a folder, or None for a new one")
 
 
-def _of_python(number: Any) -> Any:
-    return int(number) if isinstance(number, np.integer) else number
-
-
 def _settled(
     settings: Mapping[str, Any], steps: int, options: StepOptions, patience: int | None, *, evaluated: bool
 ) -> tuple[Config, StepOptions]:
@@ -232,7 +230,8 @@ def _settled(
     config = Config()
     if not isinstance(settings, Mapping):
         raise UserError(f"settings: {settings!r}; allowed: a dict, such as {{'train.eval_every': 10}}; or leave it out")
-    steps, patience = _of_python(steps), _of_python(patience)
+    given: list[Any] = [steps, patience]
+    steps, patience = [int(each) if isinstance(each, np.integer) else each for each in given]
     for dotted, value in settings.items():
         if dotted not in SETTINGS:
             near = nearest(str(dotted), SETTINGS)
@@ -307,7 +306,8 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
     if not complete:
         leave_stop_note(os.environ)
     state, stopped = run.progress.state, stop.why if not complete else "patience" if ending.is_over else ""
-    return FitResult(state, metrics, stopped, given.ema(state), run.outputs.folder)
+    ema, carried = given.ema(state)
+    return FitResult(state, metrics, stopped, ema, run.outputs.folder, carried)
 
 
 def _recorded(folder: Path) -> dict[str, Any]:

@@ -311,7 +311,7 @@ def _build_and_loop(config: Config, folder: Path, claim: RunClaim | None, stop: 
             outputs.note({"step": watch.crumbs.last.step, "what": str(error), "action": "stopped"})
             raise
         watch.crumbs.enter("finish")
-        samples = run.sample(evaluated(run.progress.state)) if complete and run.sample else ""
+        samples = run.sample(evaluated(run.progress.state)[0]) if complete and run.sample else ""
         watch.crumbs.enter("settle")
         if not all_saved(outputs):
             return FAILED

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import child
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +104,40 @@ def test_a_full_disk(disk: Path) -> None:
         assert checkpoints.failed is None and checkpoints.latest() == 4
     assert steps_in(folder) == ["1", "4"], "what the failed ones left takes no room"
     assert_restores(folder, 4)
+
+
+FULL = """
+import logging, pathlib, sys
+import jax.numpy as jnp
+from jaxdist.checkpoint import Checkpoints, SaveFailed
+from jaxdist.state import TrainState
+
+class Other:
+    def __del__(self):
+        raise RuntimeError("Event loop is closed")
+
+state = TrainState(jnp.int32(1), {str(number): jnp.ones(1000) for number in range(60)}, ())
+with Checkpoints(pathlib.Path(sys.argv[1]), keep=2) as checkpoints:
+    for step in (1, 2, 3):
+        try:
+            checkpoints.save(step, state, {})
+            checkpoints.wait()
+        except SaveFailed as error:
+            print(error)
+Other()
+logging.getLogger("absl").error("of others")
+"""
+
+
+def test_a_full_disk_is_told_in_one_line(disk: Path) -> None:
+    """Without the tracebacks of orbax and of its writes, of which there were hundreds. Those of others are shown."""
+    (disk / "other").write_bytes(bytes(900_000))
+    command = [sys.executable, "-c", FULL, str(disk / "checkpoints")]
+    done = subprocess.run(command, env=child.environment(), capture_output=True, text=True, timeout=120)
+    said = "checkpoint of step {} was not saved: No space left on device\n"
+    assert (done.returncode, done.stdout) == (0, "".join(said.format(step) for step in (1, 2, 3)))
+    assert done.stderr.count("Traceback") == 1 and "Other.__del__" in done.stderr and "of others" in done.stderr
+    assert len(done.stderr.splitlines()) < 10, done.stderr
 
 
 def test_a_disk_that_becomes_read_only(disk: Path) -> None:

@@ -23,7 +23,8 @@ from jaxdist.config.schema import DevicesConfig, MeshConfig, ParallelConfig, Tra
 from jaxdist.data import Source
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
-from jaxdist.optim.ema import EmaState
+from jaxdist.optim.ema import CarryingEmaState, EmaState
+from jaxdist.specs import leaves_by_name
 from jaxdist.state import TrainState
 from jaxdist.trainer.resume import record
 
@@ -66,6 +67,8 @@ def test_list(run_dir: Path) -> None:
         ("10", ["1.2500", "1.5000", "complete"]),
         ("12", ["-", "-", "not", "complete", "(12.orbax-checkpoint-tmp)"]),
     ]
+    inner = [line.split() for line in listing(run_dir / "checkpoints")]
+    assert [row[0] for row in inner] == [row[0] for row in rows] and inner[1][-1] == "complete"
     size = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "2").rglob("*") if path.is_file())
     assert float(rows[1][1]) == pytest.approx(size / 2**20, abs=0.051) and size > 50_000
 
@@ -135,6 +138,25 @@ def test_the_moving_average_becomes_the_mean_too(tmp_path: Path) -> None:
     assert ema["blocks"] and "ending" not in mean.meta
     for path, leaf in jax.tree_util.tree_leaves_with_path(ema):
         assert np.array_equal(mean.param(".".join(key.key for key in path)), leaf)
+
+
+def test_running_statistics_are_averaged_too(tmp_path: Path) -> None:
+    """Those of one step do not fit the mean of parameters. Numbers that are no floats are the newest."""
+    with Checkpoints(tmp_path / "own", keep=9) as checkpoints:
+        for step in (1, 2):
+            carried = {"norms": [{"mean": jnp.full(3, float(step), jnp.bfloat16)}], "count": jnp.int32(step)}
+            params = {"w": jnp.full(3, float(step))}
+            state = CarryingEmaState(params, (), jax.tree.map(lambda leaf: leaf + 0, carried))
+            checkpoints.save(step, TrainState(jnp.int32(step), params, state, model_state=carried), {})
+    said = average(tmp_path / "own", tmp_path / "mean", last=2)
+    assert said.endswith("as step 2; its running statistics (model_state) are the mean of theirs")
+    (mean,) = open_steps(tmp_path / "mean")
+    rest = mean.rest()
+    for found in (rest["model_state"], rest["opt_state"]["model_state"]):
+        assert {name: float(leaf.max()) for name, leaf in leaves_by_name(found).items()} == {
+            "count": 2,
+            "norms.0.mean": 1.5,
+        }
 
 
 @pytest.mark.parametrize("meta", [{}, {"parallel": "mine", "model": "mine"}])

@@ -81,6 +81,7 @@ FILES = [
     case("negative-chunk", b"model: {loss_chunk: -1}\n", "model.loss_chunk: -1", ">= 0"),
     case("mapping-for-a-list", b"optimizer: {freeze: {a: b}}\n", "optimizer.freeze: a mapping", "a list of texts"),
     case("star", b"optimizer: {freeze: [*.bias]}\n", "not YAML", "put text that begins with * in quotes"),
+    case("dollar", b"data: {path: ${HOME}/txt}\n", "not YAML", "${...} is not expanded, write the value itself"),
     case("bad-character", b'train: {sample_prompt: "\\UFFFFFFFF"}\n', "not YAML"),
     case("bad-version", b"%YAML 1." + b"1" * 5000 + b"\n---\n" + OK, "not YAML"),
     case("duplicate-key", b"train:\n  steps: 5\n  steps: 6\n", "line 3", "train.steps", "second"),

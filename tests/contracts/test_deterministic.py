@@ -22,7 +22,8 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
-from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum, with_rounded_products
+from jaxdist.optim import clip_by_ordered_norm, ordered_norm, ordered_sum
+from jaxdist.optim.rounding import with_rounded_products
 from jaxdist.precision.policy import make_precision
 from jaxdist.precision.reproducible import erf_inv, products_rounded, rounded
 

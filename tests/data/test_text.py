@@ -101,6 +101,19 @@ def test_both_sides_have_a_file(fraction: float, number: int) -> None:
     assert not all(chosen)
 
 
+def test_far_more_held_out_than_asked_for(tmp_path: Path) -> None:
+    """Files are held out whole: of a few, one may be nearly everything."""
+    sizes = {"a.txt": 200_000, "b.txt": 100_000, "c.txt": 8_833}
+    source = text(config(folder_of(tmp_path / "few", {name: b"x" * size for name, size in sizes.items()})))
+    share = source.held_out.size / sum(sizes.values())
+    assert source.info["lines"] == [
+        f"warning: {share:.0%} of the bytes are held out, and data.held_out is 0.05: files are held out whole, by a"
+        " hash; give more files of like size, or one file, whose end is held out"
+    ]
+    assert "lines" not in text(config(tmp_path / "few" / "a.txt")).info
+    assert "lines" not in text(config(folder_of(tmp_path / "like", many_files(99)))).info
+
+
 def test_single_file_is_split_at_its_end(tmp_path: Path) -> None:
     content = bytes(range(200))
     one = text(config(folder_of(tmp_path, {"one.txt": content[1:]}) / "one.txt", held_out=0.1))

@@ -235,6 +235,20 @@ def test_plain_console_lines():
     ]
 
 
+@pytest.mark.parametrize("name", ["tokens_per_s", "samples_per_s", "mfu"])
+def test_rates_are_means_since_the_last_line(name: str) -> None:
+    """By time: two steps at 0.1 and one at 0.4 take 22.5 units, as three at 0.1333 do. Not those of the line before."""
+    stream = io.StringIO()
+    with Console(6, mode="plain", log_every=3, stream=stream, clock=Clock()) as console:
+        for step, rate in enumerate([100.0, 0.1, 0.4, 0.1, 0.1, 0.4], 1):
+            console.step(step, {"loss": 1.0, name: rate})
+    shown = {"mfu": ("MFU", "10000.0%", "16.0%", "13.3%")}.get(
+        name, (name.replace("_per_", "/"), "100", "0.16", "0.133")
+    )
+    found = [line.split("  eta")[0].partition("1.0000  ")[2] for line in stream.getvalue().splitlines()]
+    assert found == [f"{shown[0]} {each}" for each in shown[1:]]
+
+
 def test_plain_console_of_a_resumed_run_flushes_and_takes_odd_values():
     class Stream(io.StringIO):
         flushed = 0

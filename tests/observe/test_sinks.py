@@ -309,6 +309,10 @@ def test_mlflow_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found[1].timestamp == 1000000001000 and len(found) == 4
     assert [point.step for point in client.get_metric_history(run, "acc_5")] == [1, 3]
     assert client.get_run(run).data.params == {"model.name": "gpt", "model.layers": "2"}
+    assert client.get_run(run).data.tags["resumed.model.layers"] == "3"
+    with Sinks({"mlflow": MLflow("mine")}, print).open(tmp_path, "model: {name: gpt, layers: 2}\n", 4):
+        tags = client.get_run(run).data.tags  # set back
+    assert tags["resumed.model.layers"] == "2" and "resumed.model.name" not in tags
     assert [each.path for each in client.list_artifacts(run, "report")] == ["report/loss.png"]
 
 
@@ -318,10 +322,11 @@ def pretend_mlflow(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     client = SimpleNamespace(
         **dict.fromkeys(nothing, lambda *_, **__: None)
         | {"create_experiment": lambda name: "1", "get_metric_history": lambda run, name: []}
+        | {"get_run": lambda run: SimpleNamespace(data=SimpleNamespace(params={"a": "1"}, tags={}))}
         | {"create_run": lambda place, run_name: SimpleNamespace(info=SimpleNamespace(run_id="a run"))}
         | methods
     )
-    entities = SimpleNamespace(Metric=lambda *each: each, Param=lambda *each: each)
+    entities = SimpleNamespace(Metric=lambda *each: each, Param=lambda *each: each, RunTag=lambda *each: each)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: client, entities=entities))
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
 

@@ -1,10 +1,12 @@
 """Parameters that exist already: the same bits in every layout, and one line for what does not fit."""
 
+import json
 import re
 import shutil
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.config.load import load_config, to_yaml
-from jaxdist.config.schema import Config, MeshConfig, ParallelConfig
+from jaxdist.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig
 from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.init import InitConfig
 from jaxdist.config.sections.optimizer import LoraConfig, OptimizerConfig
@@ -28,7 +30,7 @@ from jaxdist.errors import UserError
 from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.stages import arrange_rows
-from jaxdist.pretrained import open_pretrained
+from jaxdist.pretrained import Pretrained, open_pretrained
 from jaxdist.specs import leaves_by_name
 from jaxdist.trainer.first_state import first_state
 
@@ -144,6 +146,23 @@ def test_what_may_differ_starts_as_in_a_new_run(origin: Path) -> None:
     assert said[-1] == "init.from: embed.tokens.table, head.projection.table start at random"
     assert bits(state.opt_state) == bits(fresh.opt_state) and int(state.step) == 0
     assert found["from"] == str(origin / "run") and len(found["digest"]) == 64
+
+
+def test_the_keys_of_another_head_are_spelled_out() -> None:
+    """With those of them that the place has no use for, which are not asked for."""
+    masked = ModelConfig(name="bert").resolved()
+    mine = ModelConfig(name="bert", head="classification", classes=3).resolved()
+    place: Any = SimpleNamespace(model=masked, _key="init.from", described="there")
+    wanted = ["head.*", "model.head", "model.classes"]
+    with pytest.raises(UserError) as error:
+        Pretrained.check_architecture(place, mine, ["head.*"])
+    assert str(error.value) == (
+        'init.from: there asks for model.head="mlm" (is "classification"); set them, give model.from the same place, or'
+        f" let them differ: init.partial={json.dumps(wanted)}"
+    )
+    Pretrained.check_architecture(place, mine, wanted)
+    page = " ".join((Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8").split())
+    assert f"partial: [{', '.join(repr(each) for each in wanted)}]" in page
 
 
 @pytest.mark.slow

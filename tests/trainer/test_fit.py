@@ -332,6 +332,39 @@ def test_moving_average(bare: Loop, tmp_path: Path) -> None:
         same(pretrained.load(target, say=lambda line: None), done.state.params)
 
 
+def counted(params: Any, batch: Any, keys: Any, carried: Any) -> tuple[Any, ...]:
+    """A loss whose state does not depend on the data: its numbers are shown as metrics."""
+    total, weight = loss(params, batch, keys)
+    shown = {"shown": (weight * carried["mean"].astype(jnp.float32).sum(), weight)}
+    return total, weight, shown, jax.tree.map(lambda leaf: leaf + 1, carried)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"strategy": "ddp", "grad_sync": jaxdist.GradSync(deterministic=True)}, {"freeze": ("out",), "offload": True}],
+    ids=["zero3", "deterministic", "frozen, offloaded"],
+)
+def test_the_average_covers_a_model_state(given: dict[str, Any], tmp_path: Path) -> None:
+    """Its floats, beside NumPy's, in a run that is resumed; others are taken as they are."""
+    first = {"mean": jnp.zeros(2, jnp.bfloat16), "count": jnp.int32(0)}
+    given = given | {
+        "model_state": first,
+        "ema": 0.75,
+        "eval_data": reused(batches(2)),
+        "settings": {"train.eval_every": 3},
+    }
+    for steps in (3, STEPS):
+        done = fit(batches(4), tmp_path, counted, steps=steps, **given)
+    wanted = np.float32(0)
+    for step in range(1, STEPS + 1):
+        wanted = 0.75 * wanted + 0.25 * step
+    assert (done.ema_model_state["mean"].dtype, int(done.ema_model_state["count"])) == (jnp.float32, STEPS)
+    np.testing.assert_allclose(done.ema_model_state["mean"], [wanted] * 2, rtol=1e-6)
+    assert done.metrics["eval/shown"] == pytest.approx(2 * float(jnp.bfloat16(wanted)))
+    assert not first["mean"].is_deleted() and float(done.state.model_state["mean"][0]) == STEPS
+    average(tmp_path, tmp_path / "mean", last=1)
+
+
 def test_an_average_without_frozen_parameters() -> None:
     state = jaxdist.init_state(params(), with_ema(TX, 0.9), mesh(), freeze=("out",), **ZERO3)
     ema = ema_of(state.opt_state, state.params)

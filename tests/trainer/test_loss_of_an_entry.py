@@ -18,8 +18,9 @@ from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
 from jaxdist.plan.explain import explain
 from jaxdist.runtime.watch.watchdog import Watch
+from jaxdist.specs import leaves_by_name
 from jaxdist.trainer.batches.load import load_data
-from jaxdist.trainer.evaluation import Evaluator, text_sampler
+from jaxdist.trainer.evaluation import Evaluator, averaged, text_sampler
 from jaxdist.trainer.run import build
 from jaxdist.trainer.train import train
 
@@ -70,6 +71,34 @@ def test_it_resumes_to_the_bit_and_is_evaluated_in_evaluation_mode(file: Path, t
     total, weight, metrics, _ = jax.jit(loss.evaluation)(state.params, batch, None, state.model_state)
     assert found["eval/loss"] == pytest.approx(float(total / weight), rel=1e-5)
     assert found["eval/accuracy"] == pytest.approx(float(metrics["accuracy"][0] / weight), rel=1e-6)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_run_starts_from_its_parameters_and_statistics(ema: bool, file: Path, tmp_path: Path) -> None:
+    assert train(load_config(file, ["train.ema=0.5"]), tmp_path / "first") == 0
+    keys = [f"init.from={tmp_path / 'first'}", f"init.ema={str(ema).lower()}"]
+    with ExitStack() as stack:
+        run = build(load_config(file, ["train.ema=0.5"]), tmp_path / "first", stack, Watch(), text_sampler)
+        before = averaged(run.progress.state) if ema else (run.progress.state.params, run.progress.state.model_state)
+    with ExitStack() as stack:
+        state = build(load_config(file, keys), tmp_path / "second", stack, Watch(), text_sampler).progress.state
+    assert int(state.step) == 0 and jax.tree.leaves(state.model_state)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((before, (state.params, state.model_state))))
+
+
+def test_a_file_has_no_running_statistics(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed here")
+    with ExitStack() as stack:
+        new = build(load_config(file), tmp_path / "new", stack, Watch(), text_sampler).progress.state
+        doubled = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), new.params)
+        numpy.save_file(leaves_by_name(doubled), str(tmp_path / "some.safetensors"))
+    config = load_config(file, [f"init.from={tmp_path / 'some.safetensors'}"])
+    with ExitStack() as stack:
+        state = build(config, tmp_path / "second", stack, Watch(), text_sampler).progress.state
+    assert "has no running statistics (model_state); they are those of a new run\n" in capsys.readouterr().out
+    jax.tree.map(
+        np.testing.assert_array_equal, *jax.device_get(((doubled, new.model_state), (state.params, state.model_state)))
+    )
 
 
 def test_what_needs_logits_or_shapes_is_one_line(file: Path) -> None:

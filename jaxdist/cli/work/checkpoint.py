@@ -1,7 +1,7 @@
 """The command `checkpoint`: list, verify, export, import and average the checkpoints of runs."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -168,8 +168,9 @@ def import_model(folder: Path, config: Config, run_dir: Path) -> str:
 def average(run_dir: Path, output: Path, *, last: int) -> str:
     """Make a run directory with the newest checkpoint of a run, its parameters the mean of the newest `last`.
 
-    The mean is computed in float64. The moving average of `train.ema` becomes the mean, too. The residual of lossy
-    gradient sums is left out. Returns a line about it.
+    The mean is computed in float64, of the floats of a model_state too: running statistics of other parameters would
+    not fit. The moving average of `train.ema` becomes the mean, too. The residual of lossy gradient sums is left out.
+    Returns a line about it.
     """
     _check_new(output, "--output")
     steps = open_steps(run_dir, last=last)
@@ -177,18 +178,24 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     for other in steps[:-1]:
         _check_same(newest, other)
     enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
-    params = unflatten_dict({name: jnp.asarray(_mean(steps, name)) for name in newest.params()}, sep=".")
+    params = unflatten_dict({name: _mean(each.param(name) for each in steps) for name in newest.params()}, sep=".")
     rest = jax.tree.map(jnp.asarray, newest.rest())
-    others = {name: rest[name] for name in ("guard", "model_state") if name in rest}
+    others = {"guard": rest["guard"]} if "guard" in rest else {}
+    carried = jax.tree.map(lambda *each: _mean(each), *(stored.model_state() for stored in steps))
+    stateful = bool(jax.tree.leaves(carried))
     if newest.averages():  # what evaluations read
         rest["opt_state"]["ema"] = _typed_like(rest["opt_state"]["ema"], params)
-    state = TrainState(rest["step"], params, rest["opt_state"], **others)
+        if "model_state" in rest["opt_state"]:
+            like = rest["opt_state"]["model_state"]
+            rest["opt_state"]["model_state"] = jax.tree.map(lambda old, new: new.astype(old.dtype), like, carried)
+    state = TrainState(rest["step"], params, rest["opt_state"], **others, model_state=carried)
     meta = {name: value for name, value in without_order(newest.meta).items() if name != "ending"}
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, meta)
     if (run_dir / "config.yaml").exists():
         replace_file(output / "config.yaml", read_regular(run_dir / "config.yaml"))
-    return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}"
+    also = "; its running statistics (model_state) are the mean of theirs" * stateful
+    return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}{also}"
 
 
 def _typed_like(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -200,17 +207,20 @@ def _typed_like(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mean(steps: Sequence[Stored], name: str) -> np.ndarray:
-    first = steps[0].param(name)
-    total = first.astype(np.float64)
-    for stored in steps[1:]:
-        total += stored.param(name)
-    total /= len(steps)
-    return total.astype(first.dtype)
+def _mean(arrays: Iterable[np.ndarray]) -> jax.Array:
+    """The mean of arrays that are alike; of those that are no floats the last."""
+    each = iter(arrays)
+    last = next(each)
+    total, count = last.astype(np.float64), 1
+    for last in each:
+        total, count = total + last, count + 1
+    if not jnp.issubdtype(last.dtype, jnp.floating):
+        return jnp.asarray(last)
+    return jnp.asarray((total / count).astype(last.dtype))
 
 
 def _check_same(newest: Stored, other: Stored) -> None:
-    mine, its = newest.params(), other.params()
+    mine, its = (each.params() | leaves_by_name({"model_state": each.model_state()}) for each in (newest, other))
     for name in sorted(mine.keys() | its.keys()):
         kinds = [
             f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "not there"

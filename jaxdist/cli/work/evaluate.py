@@ -97,7 +97,7 @@ def read_state(plan: RunPlan, stored: Stored, run_dir: Path, *, ema: bool) -> Tr
     saved = Saved(stored, key="RUN_DIR", ema=ema)
     saved.mend = "a checkpoint is evaluated as the model that it is, by no longer texts than its table has positions"
     params = saved.load(target.params, order=order if len(order) else None, say=lambda line: None)
-    return TrainState(stored.step, params, (), model_state=saved.model_state(target.model_state))
+    return TrainState(stored.step, params, (), model_state=saved.load_model_state(target.model_state))
 
 
 def write_json(arguments: Namespace, step: int, *, averaged: bool, batches: int, metrics: dict[str, float]) -> None:

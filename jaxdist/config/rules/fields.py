@@ -31,6 +31,7 @@ _NAMES: dict[Any, str] = {
 }
 _BESIDE = {"jaxdist.parallel.strategies": "parallel.strategy", "jaxdist.parallel.schedules": "parallel.schedule"}
 SMALLEST_SHARE = 1e-4  # of a source in a mixture
+UNEXPANDED = "; ${...} is not expanded, write the value itself"
 
 
 class MixturePart(NamedTuple):
@@ -257,7 +258,7 @@ def _type_hint(value: Any, kind: type) -> str:
     if kind is int and isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_INT:
         return f"; write {int(value)}"
     if isinstance(value, str) and "${" in value:
-        return "; ${...} is not expanded, write the value itself"
+        return UNEXPANDED
     if kind in (int, float) and isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9.]+([eE][-+]?[0-9]+)?\s*", value):
         return "; write it without quotes and without leading zeros"
     if kind is str and isinstance(value, (bool, int, float)):

@@ -69,7 +69,8 @@ def lines(config: DataConfig) -> Source:
     train, held_out = (_table(side, config.seq_len) for side in sides)
     digest = fingerprint((name, len(contents[name]), [contents[name]]) for name in names)
     sizes, files = (len(train.label), len(held_out.label)), (len(names) - sum(held), sum(held))
-    info = source_info(config, "lines", "lines", sizes=sizes, files=files, sha256=digest)
+    whole = "files; give more files of like size"
+    info = source_info(config, "lines", "lines", sizes=sizes, files=files, sha256=digest, whole=whole)
     yardstick = Yardstick("of held-out lines right", lambda: _simple_methods(train, held_out))
     return Source(_samples(train), _samples(held_out), 256, info, yardstick=yardstick, labels=len(KINDS))
 

@@ -42,7 +42,8 @@ def text(config: DataConfig) -> Source:
         train, held_out = (np.frombuffer(side, np.uint8) for side in both)
         sides, files = (train, held_out), (len(names) - sum(held.values()), sum(held.values()))
     digest = fingerprint((name, len(contents[name]), [contents[name]]) for name in names)
-    return source_of_ids(config, "text", "bytes", sides, vocab=256, files=files, sha256=digest)
+    whole = "files; give more files of like size, or one file, whose end is held out"
+    return source_of_ids(config, "text", "bytes", sides, vocab=256, files=files, sha256=digest, whole=whole)
 
 
 def contents_of(config: DataConfig) -> dict[str, bytes]:

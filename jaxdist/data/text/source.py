@@ -124,8 +124,17 @@ def example_source(
     )
     packed = config.packing != "none"
     rows = [in_rows(part, seq_len=config.seq_len, packed=packed, apart=config.apart) for part in both]
-    info = source_info(config, name, "rows", sizes=(rows[0].size, rows[1].size), files=files, sha256=digest)
-    info |= _described(config, counted, documents, both[0], rows[0])
+    info = source_info(
+        config,
+        name,
+        "rows",
+        sizes=(rows[0].size, rows[1].size),
+        files=files,
+        sha256=digest,
+        whole="examples; give more, or data.val_path",
+    )
+    described = _described(config, counted, documents, both[0], rows[0])
+    info |= described | {"lines": [*described["lines"], *info.get("lines", ())]}
     starts = (both[0].starts[:-1], both[1].starts[:-1])
     return Source(rows[0], rows[1], tokenizer.vocab, info, starts)
 

@@ -48,6 +48,10 @@ class Options(ModelConfig):
         """With the width of the MLP filled in."""
         return replace(self, mlp_width=4 * self.width if self.mlp_width is None else self.mlp_width)
 
+    def idle(self) -> tuple[str, ...]:
+        """The number of labels of a head that predicts tokens."""
+        return ("classes",) if self.head == "mlm" else ()
+
     def describe(self) -> str:
         """Such as "bert (mlm): 4 blocks, width 128, 4 heads"."""
         return f"{self.name} ({self.head}): {self.layers} blocks, width {self.width}, {self.heads} heads"

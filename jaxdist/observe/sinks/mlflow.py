@@ -20,6 +20,7 @@ from jaxdist.observe.metrics import ARRAYS, read_metrics
 from jaxdist.observe.sinks.image import Image
 
 RUN_ID = "mlflow_run_id"
+RESUMED = "resumed."  # before the key of a setting that another session changed
 LINES, PARAMETERS = 8, 100  # that are sent at once; MLflow takes 1000 metrics, and so many parameters
 FINISH_S = 60.0  # for what is still to be sent at the end
 # MLflow's own settings, where the user has not set them: by itself it asks a server that does not answer for four
@@ -97,16 +98,26 @@ class MLflow:
             place = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
             made = self._client.create_run(place, run_name=run_dir.resolve().name).info.run_id
             replace_file(path, made.encode())
-            self._parameters(made, config)
-        return read_regular(path).decode().strip()
+        run = read_regular(path).decode().strip()
+        self._parameters(run, config)
+        return run
 
     def _parameters(self, run: str, config: str) -> None:
-        """Give MLflow the settings by their dotted keys, which it compares runs by."""
-        from mlflow.entities import Param
+        """Give MLflow the settings by their dotted keys, which it compares runs by. It changes no parameter: what a
+        later session has changed becomes a tag, "resumed.train.steps"."""
+        from mlflow.entities import Param, RunTag
 
-        settings = [Param(key, str(value)) for key, value in flat(yaml.safe_load(config) or {}).items()]
+        known, mine = self._client.get_run(run).data, flat(yaml.safe_load(config) or {})
+        settings = [Param(key, str(value)) for key, value in mine.items() if not known.params]
         for first in range(0, len(settings), PARAMETERS):
             self._client.log_batch(run, params=settings[first : first + PARAMETERS])
+        tags = [
+            RunTag(f"{RESUMED}{key}", str(value))
+            for key, value in mine.items()
+            if known.params and str(value) != known.tags.get(f"{RESUMED}{key}", known.params.get(key))
+        ]
+        for first in range(0, len(tags), PARAMETERS):
+            self._client.log_batch(run, tags=tags[first : first + PARAMETERS])
 
 
 class _Sender:
