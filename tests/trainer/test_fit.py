@@ -417,6 +417,8 @@ def test_a_loss_that_grows_is_not_the_data_s_doing(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match=f"^loss of step 2 is (inf|nan), after 1 more in a row .*; {first}$"):
         skips = {"train.on_nonfinite": "skip"}
         fit(batches(2), tmp_path / "c", wild, settings=skips, max_skips=1)
+    with pytest.raises(FloatingPointError, match=f"^loss of step 11 is (inf|nan), after 10 more in a row .*; {first}$"):
+        fit(batches(2), tmp_path / "e", wild, settings=skips, steps=20)
     later = lambda params, batch, keys: (jnp.exp(1e4 * abs(params["w"].sum())) + params["w"].sum(), 1)  # noqa: E731
     with pytest.raises(FloatingPointError, match="^loss of step 2 is (inf|nan); try a lower learning rate$"):
         fit(batches(2), tmp_path / "d", later)
