@@ -14,7 +14,7 @@ from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved
 from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
-from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps
+from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, leaves_read, open_steps
 from jaxdist.config.load import with_settings
 from jaxdist.config.rules.fields import all_keys, keys, show
 from jaxdist.config.schema import ModelConfig
@@ -108,12 +108,12 @@ class Saved(Pretrained):
         return moved
 
     def _read(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        path = self._averaged.get(name, f"params.{name}")
-        item = unflatten_dict({path: like}, sep=".")
+        item = self._stored.asking(like, name, self._averaged.get(name))
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
-        asked = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
+        asked = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
         with reading(str(self._stored.folder)):
-            (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self._stored.folder / "state", args=asked))
+            found = ocp.PyTreeCheckpointHandler().restore(self._stored.folder / "state", args=asked)
+        (array,) = leaves_read(found)
         return array
 
 
