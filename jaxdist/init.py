@@ -189,6 +189,11 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
                 f"params.{path_name(path)}: {leaf.dtype}, which has no gradient; give parameters alone, as "
                 "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does, or what jaxdist.nnx_loss(model, fn) returns"
             )
+        if not leaf.size:
+            raise UserError(
+                f"params.{path_name(path)}: {leaf.dtype}{list(leaf.shape)} is empty, which no checkpoint can hold;"
+                " allowed: arrays of at least one number; leave it out"
+            )
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
 
