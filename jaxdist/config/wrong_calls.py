@@ -98,6 +98,16 @@ def refuse_rows(batch: int, parts: Mapping[str, int], key: str, *, near: str, co
     raise UserError(text)
 
 
+def refuse_mesh(mesh: Any, own: Mapping[str, int], *, is_mesh: bool) -> NoReturn:
+    """Raise the `UserError` for what is no mesh of jaxdist's. own: the sizes that it has of the six axes."""
+    told = f"axes {', '.join(map(str, mesh.axis_names))}" if is_mesh else repr(mesh)
+    if len(own) == len(getattr(mesh, "axis_names", ())):  # a mesh with these axes, of another type, as of jax.make_mesh
+        told = f"axis types {', '.join(sorted({each.name for each in mesh.axis_types}))}, not Auto"
+        own = {axis: size for axis, size in own.items() if size > 1}
+    given = ", ".join(f"{axis}={size}" for axis, size in (own or {"fsdp": -1}).items())
+    raise UserError(f"mesh: {told}; allowed: what jaxdist.make_mesh makes; give jaxdist.make_mesh({given})")
+
+
 def refuse_needs(names: Iterable[str], error: Exception | None = None) -> NoReturn:
     """Raise the `UserError` for an optimizer whose update needs more than gradients, state and parameters."""
     raise UserError(
