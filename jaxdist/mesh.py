@@ -98,10 +98,11 @@ def check_mesh(mesh: Any) -> None:
     is_mesh = isinstance(mesh, AnyMesh)
     if is_mesh and set(mesh.axis_names) == set(AXES) and set(mesh.axis_types) == {AxisType.Auto}:
         return
-    from jaxdist.config.wrong_calls import refuse_mesh
-
+    names = f"axes {', '.join(map(str, mesh.axis_names))}" if is_mesh else ""
+    told = f"{max(kind.name for kind in mesh.axis_types)} {names}" if is_mesh else repr(mesh)
     sizes = dict(mesh.shape) if is_mesh else mesh if isinstance(mesh, dict) else {str(mesh): -1}
-    refuse_mesh(mesh, {axis: size for axis, size in sizes.items() if axis in AXES}, is_mesh=is_mesh)
+    own = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if axis in AXES and size != 1) or "fsdp=-1"
+    raise UserError(f"mesh: {told}; allowed: what jaxdist.make_mesh makes, Auto axes; give jaxdist.make_mesh({own})")
 
 
 def abstract_mesh(*, platform: str | None = None, **sizes: int) -> AbstractMesh:

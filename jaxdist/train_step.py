@@ -80,10 +80,10 @@ class TrainStep:
 
             check_float8(self._options.precision, self._mesh.devices.flat)
             self._checked = True
-        if isinstance(state.step, jax.Array) and state.step.is_deleted():  # jax 0.10 would crash
-            raise UserError(
-                "state: was given to an earlier step, which used it up; write state, metrics = step(state, batch)"
-            )
+        if (traced := isinstance(state.step, jax.core.Tracer)) or getattr(state.step, "is_deleted", bool)():
+            from jaxdist.config.wrong_calls import refuse_use
+
+            refuse_use(traced=traced)  # used up, jax 0.10 would crash
         check_global(batch)
         if len(self._under_way) == 2:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.

@@ -75,6 +75,45 @@ def test_state_of_another_mesh_dtype_or_layout() -> None:
         run_foreign(square, {"w": jnp.ones((4, 4), jnp.bfloat16)})
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_step_inside_of_jit(warm: bool) -> None:
+    """The function of `jitted` is called there."""
+    mesh, rows = make_mesh(fsdp=8), np.ones((8, 8), np.float32)
+    step, make = (make_train_step(square, SGD, mesh), lambda: init_state({"w": jnp.ones((8, 8))}, SGD, mesh))
+    if warm:
+        step(make(), rows)
+    line = r"^state: is traced by jax, .*; allowed there: what step.jitted\(state\) gives, called outside"
+    for call in (jax.jit(lambda *given: step(*given)), lambda *given: jax.eval_shape(step, *given)):
+        with pytest.raises(UserError, match=line):
+            call(make(), rows)
+    with pytest.raises(UserError, match=line):
+        jax.lax.scan(step, make(), rows[None])
+    state, metrics = jax.lax.scan(step.jitted(make()), make(), np.stack([rows] * 3))
+    assert int(state.step) == 3 and metrics["loss"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "name"),
+    [
+        ("params", np.asarray, "params.w"),
+        ("params", lambda leaf: jnp.asarray(np.asarray(leaf)), "params.w"),
+        ("params", lambda leaf: 1.0, "params.w"),
+        ("opt_state", np.asarray, "opt_state.0.trace.w"),
+        ("step", np.asarray, "step"),
+    ],
+)
+def test_leaves_without_a_layout_are_named(part: str, change: Any, name: str) -> None:
+    mesh, tx = make_mesh(fsdp=8), optax.sgd(0.1, momentum=0.9)
+    state = init_state({"w": jnp.ones((8, 8))}, tx, mesh, strategy="zero3")
+    step = make_train_step(square, tx, mesh, strategy="zero3")
+    loose = state._replace(**{part: jax.tree.map(change, getattr(state, part))})
+    with pytest.raises(UserError, match=rf"^state: {name} is no array that is laid out .* give jax.device_"):
+        step(loose, np.ones((8, 8), np.float32))
+    old = getattr(state, part)
+    new = jax.device_put(jax.tree.map(np.asarray, old), jax.tree.map(lambda x: x.sharding, old))
+    step(state._replace(**{part: new}), np.ones((8, 8), np.float32))
+
+
 def test_what_is_wrong_with_a_batch_is_said_whatever_the_state() -> None:
     """Arrays that are committed nowhere are moved to where the step wants them; it is not the layout that is wrong."""
     mesh, rows = make_mesh(fsdp=8), np.ones((8, 8), np.float32)

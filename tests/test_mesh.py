@@ -152,7 +152,7 @@ def test_bytes_and_dims() -> None:
 def test_axes_of_another_type_are_refused() -> None:
     """`jax.make_mesh` makes them; a step would fail in its shard_map."""
     mesh = jax.make_mesh((1, 2, 4, 1, 1, 1), AXES, axis_types=(AxisType.Explicit,) * 6)
-    line = r"^mesh: axis types Explicit, not Auto; allowed: .*; give jaxdist.make_mesh\(data=2, fsdp=4\)$"
+    line = r"^mesh: Explicit axes pipe, .*; allowed: .*, Auto axes; give jaxdist.make_mesh\(data=2, fsdp=4\)$"
     with pytest.raises(UserError, match=line):
         check_mesh(mesh)
     check_mesh(jax.make_mesh((1, 2, 4, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 6))

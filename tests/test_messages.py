@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a mesh of jax": (
         lambda: jaxdist.make_train_step(loss, SGD, jax.make_mesh((4, 2), ("data", "x"))),
-        ["mesh: axes data, x", "give jaxdist.make_mesh(data=4)"],
+        ["mesh: Explicit axes data, x", "give jaxdist.make_mesh(data=4)"],
     ),
     "a state given twice": (
         rerun_a_cell,
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "parameters in place of the state": (lambda: step_of_two(lambda state: (state.params, ROWS)), WANTS_STATE),
     "a state of NumPy arrays": (
         lambda: step_of_two(lambda state: (jax.device_get(state), ROWS)),
-        ["state: made on another mesh than the step's"],
+        ["state: step is no array that is laid out on the mesh", "give jax.device_put(new, jax.tree.map("],
     ),
     "a batch of nothing": (
         lambda: step_of_two(lambda state: (state, {})),

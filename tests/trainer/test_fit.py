@@ -728,7 +728,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"settings": {"train": {"eval_every": 10}}},
         "settings: 'train' is none of fit's; allowed: train.max_hours, ",
     ),
-    "a mesh of a text": ({"mesh": "data"}, "mesh: 'data'; allowed: what jaxdist.make_mesh makes; give jaxdist.make_m"),
+    "a mesh of a text": ({"mesh": "data"}, "mesh: 'data'; allowed: what jaxdist.make_mesh makes, Auto axes; give jax"),
     "a mesh of a dict": ({"mesh": {"data": 2, "fsdp": 4}}, "mesh: {'data': 2, 'fsdp': 4}; allowed: what jaxdist.make"),
     "a value": ({"settings": {"train.on_nonfinite": "no"}}, "train.on_nonfinite: 'no'"),
     "eval_data": (
