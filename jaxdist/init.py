@@ -266,12 +266,29 @@ def state_target(
 
 
 @functools.cache  # once
-def _tell_whole(strategy: str, data: int) -> None:
+def _tell_whole(strategy: str, data: int, over: str) -> None:
+    """over: the axes to shard over, as "fsdp=8"; "": each has one device."""
+    axes = f"{', '.join(SHARD_AXES[:-1])} and {SHARD_AXES[-1]}"
+    none = f"{axes}, which have one device each here: every device of data={data} has all parameters"
+    mend = f"make_mesh(fsdp={data})"
+    if over:
+        none = f"{over}, which divides no dim of a parameter: every device has all of them"
+        mend = "dims or sizes of the mesh that divide"
     logging.getLogger("jaxdist").warning(
-        f"strategy: {strategy!r} shards over {', '.join(SHARD_AXES[:-1])} and {SHARD_AXES[-1]}, which have one device"
-        f" each here: every device of data={data} has all parameters; give make_mesh(fsdp={data}) to shard them, or"
-        " strategy='ddp'"
+        f"strategy: {strategy!r} shards over {none}; give {mend} to shard them, or strategy='ddp'"
     )
+
+
+def _tell_unsharded(source: Any, options: StepOptions, mesh: Mesh, params: PyTree) -> None:
+    """Say, once, that a strategy shards nothing, unless because parameters are small."""
+    split = any({*spec_axes(leaf.sharding.spec)} & {*SHARD_AXES} for leaf in jax.tree.leaves(params))
+    if split or jax.process_index() != 0 or not StrategyFacts.of(options.strategy).sharded:
+        return
+    over = " ".join(f"{axis}={mesh.shape[axis]}" for axis in SHARD_AXES if mesh.shape[axis] > 1)
+    least = options.min_shard_bytes * (source.layers if isinstance(source, ModelDef) else 1)
+    large = any(leaf.size * leaf.dtype.itemsize >= least for leaf in jax.tree.leaves(params))
+    if large if over else mesh.shape["data"] > 1:
+        _tell_whole(options.strategy, mesh.shape["data"], over)
 
 
 def init_state(
@@ -303,9 +320,8 @@ def init_state(
     source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
-    alone = mesh.shape["data"] > 1 and all(mesh.shape[axis] == 1 for axis in SHARD_AXES)
-    if alone and jax.process_index() == 0 and StrategyFacts.of(options.strategy).sharded:
-        _tell_whole(options.strategy, mesh.shape["data"])
+    if not rules:  # by which the user may want all of them whole
+        _tell_unsharded(source, options, mesh, target.params)
     carried, target = target.model_state, target._replace(model_state=())
     optimizer, key = only_trained(optimizer, options.freeze, rules_of(source)), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source

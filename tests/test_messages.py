@@ -298,6 +298,25 @@ def test_a_strategy_that_shards_nothing_says_so_once(caplog: pytest.LogCaptureFi
     assert record.getMessage().startswith(f"{said}data=4 has all parameters; give make_mesh(fsdp=4)")
 
 
+def test_a_strategy_whose_axes_divide_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Not where parameters are small, one is sharded, or rules keep them whole."""
+    _tell_whole.cache_clear()
+    mesh, odd = jaxdist.make_mesh(data=2, fsdp=4), {"w": jnp.ones((7, 9)), "v": jnp.ones(7)}
+    with caplog.at_level(logging.WARNING, logger="jaxdist"):
+        jaxdist.init_state(odd, SGD, mesh, strategy="ddp")
+        jaxdist.init_state(odd, SGD, mesh, strategy="zero3", min_shard_bytes=2**20)
+        jaxdist.init_state({**odd, "u": jnp.ones(8)}, SGD, mesh, strategy="zero3")
+        jaxdist.init_state(odd, SGD, mesh, strategy="zero3", rules=[("*", P())])
+        assert not caplog.records
+        for _ in range(2):
+            jaxdist.init_state(odd, SGD, mesh, strategy="zero3")
+    [record] = caplog.records
+    said = (
+        "strategy: 'zero3' shards over fsdp=4, which divides no dim of a parameter: every device has all of them; give"
+    )
+    assert record.getMessage().startswith(said)
+
+
 def test_a_callable_tree_is_no_function_that_makes_parameters() -> None:
     def trained(params: Any) -> list[Any]:
         state, _ = run({}, {}, params=params)
