@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config.entries import StrategyFacts
@@ -316,6 +316,11 @@ def init_state(
     >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
     {'b': (3,), 'w': (2, 4)}
     """
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        from jaxdist.jaxpr.layouts import refuse_context
+
+        check_mesh(mesh)
+        refuse_context(mesh)
     module_init = source.init if isinstance(source, ModuleLoss) else None
     source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
