@@ -255,7 +255,7 @@ def test_wrong_calls_in_python_are_one_line() -> None:
         )(state, {}),
         "local.every: 0, by which replicas never meet": lambda: make_local_step(model, SGD, mesh, LocalConfig()),
         "local.every: 0, by which": lambda: init_local_state(model, SGD, mesh, LocalConfig()),
-        "parallel.local.every: -1; allowed": lambda: make_local_step(model, SGD, mesh, LocalConfig(every=-1)),
+        "parallel.local.every: -1 is out of range": lambda: make_local_step(model, SGD, mesh, LocalConfig(every=-1)),
         "local: is a dict; allowed: a LocalConfig": lambda: make_local_step(model, SGD, mesh, {"every": 2}),  # type: ignore[arg-type]
         "parallel.local.every: is for models with blocks, .*; or a ModelDef, as of gpt": lambda: make_local_step(
             lambda params, batch, keys: (0.0, 1),  # type: ignore[arg-type]
