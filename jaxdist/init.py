@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config.entries import StrategyFacts
@@ -190,6 +190,11 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
                 f"params.{path_name(path)}: {leaf.dtype}, which has no gradient; give parameters alone, as "
                 "nnx.to_pure_dict(nnx.state(model, nnx.Param)) does, or what jaxdist.nnx_loss(model, fn) returns"
             )
+        if not leaf.size:
+            raise UserError(
+                f"params.{path_name(path)}: {leaf.dtype}{list(leaf.shape)} is empty, which no checkpoint can hold;"
+                " allowed: arrays of at least one number; leave it out"
+            )
     return shapes, jax.tree.map(lambda _: P(), shapes)
 
 
@@ -260,12 +265,29 @@ def state_target(
 
 
 @functools.cache  # once
-def _tell_whole(strategy: str, data: int) -> None:
+def _tell_whole(strategy: str, data: int, over: str) -> None:
+    """over: the axes to shard over, as "fsdp=8"; "": each has one device."""
+    axes = f"{', '.join(SHARD_AXES[:-1])} and {SHARD_AXES[-1]}"
+    none = f"{axes}, which have one device each here: every device of data={data} has all parameters"
+    mend = f"make_mesh(fsdp={data})"
+    if over:
+        none = f"{over}, which divides no dim of a parameter: every device has all of them"
+        mend = "dims or sizes of the mesh that divide"
     logging.getLogger("jaxdist").warning(
-        f"strategy: {strategy!r} shards over {', '.join(SHARD_AXES[:-1])} and {SHARD_AXES[-1]}, which have one device"
-        f" each here: every device of data={data} has all parameters; give make_mesh(fsdp={data}) to shard them, or"
-        " strategy='ddp'"
+        f"strategy: {strategy!r} shards over {none}; give {mend} to shard them, or strategy='ddp'"
     )
+
+
+def _tell_unsharded(source: Any, options: StepOptions, mesh: Mesh, params: PyTree) -> None:
+    """Say, once, that a strategy shards nothing, unless because parameters are small."""
+    split = any({*spec_axes(leaf.sharding.spec)} & {*SHARD_AXES} for leaf in jax.tree.leaves(params))
+    if split or jax.process_index() != 0 or not StrategyFacts.of(options.strategy).sharded:
+        return
+    over = " ".join(f"{axis}={mesh.shape[axis]}" for axis in SHARD_AXES if mesh.shape[axis] > 1)
+    least = options.min_shard_bytes * (source.layers if isinstance(source, ModelDef) else 1)
+    large = any(leaf.size * leaf.dtype.itemsize >= least for leaf in jax.tree.leaves(params))
+    if large if over else mesh.shape["data"] > 1:
+        _tell_whole(options.strategy, mesh.shape["data"], over)
 
 
 def init_state(
@@ -293,13 +315,17 @@ def init_state(
     >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
     {'b': (3,), 'w': (2, 4)}
     """
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        from jaxdist.jaxpr.layouts import refuse_context
+
+        check_mesh(mesh)
+        refuse_context(mesh)
     module_init = source.init if isinstance(source, ModuleLoss) else None
     source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
-    alone = mesh.shape["data"] > 1 and all(mesh.shape[axis] == 1 for axis in SHARD_AXES)
-    if alone and jax.process_index() == 0 and StrategyFacts.of(options.strategy).sharded:
-        _tell_whole(options.strategy, mesh.shape["data"])
+    if not rules:  # by which the user may want all of them whole
+        _tell_unsharded(source, options, mesh, target.params)
     carried, bare = target.model_state, not_carrying(target)
     optimizer, key = only_trained(optimizer, options.freeze, rules_of(source)), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source

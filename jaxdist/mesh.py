@@ -94,14 +94,15 @@ def _tell_idle(used: int, there: int) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise `UserError` unless it is a mesh with the six axes."""
-    if isinstance(mesh, AnyMesh) and set(mesh.axis_names) == set(AXES):
+    """Raise `UserError` unless it is a mesh with the six axes, all of them Auto."""
+    is_mesh = isinstance(mesh, AnyMesh)
+    if is_mesh and set(mesh.axis_names) == set(AXES) and set(mesh.axis_types) == {AxisType.Auto}:
         return
-    told = f"axes {', '.join(map(str, mesh.axis_names))}" if isinstance(mesh, AnyMesh) else repr(mesh)
-    sizes = dict(mesh.shape) if isinstance(mesh, AnyMesh) else mesh if isinstance(mesh, dict) else {str(mesh): -1}
-    own = {axis: size for axis, size in sizes.items() if axis in AXES} or {"fsdp": -1}
-    given = ", ".join(f"{axis}={size}" for axis, size in own.items())
-    raise UserError(f"mesh: {told}; allowed: what jaxdist.make_mesh makes; give jaxdist.make_mesh({given})")
+    names = f"axes {', '.join(map(str, mesh.axis_names))}" if is_mesh else ""
+    told = f"{max(kind.name for kind in mesh.axis_types)} {names}" if is_mesh else repr(mesh)
+    sizes = dict(mesh.shape) if is_mesh else mesh if isinstance(mesh, dict) else {str(mesh): -1}
+    own = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if axis in AXES and size != 1) or "fsdp=-1"
+    raise UserError(f"mesh: {told}; allowed: what jaxdist.make_mesh makes, Auto axes; give jaxdist.make_mesh({own})")
 
 
 def abstract_mesh(*, platform: str | None = None, **sizes: int) -> AbstractMesh:

@@ -11,7 +11,6 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, AnyMesh, fetched, sizes_text, stored_like
 from jaxdist.optim import apply_updates
 from jaxdist.optim.update import call_update
@@ -175,17 +174,17 @@ def specs_of_arrays(tree: PyTree) -> PyTree:
 
 
 def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
-    """Raise `UserError` for a state without a guard, of another mesh, or with parameters not in `param_dtype`."""
-    if not state.guard:
-        raise UserError("state: has no guard; make it with init_state, or add precision.loss_scale.fresh_guard()")
-    if getattr(getattr(state.step, "sharding", None), "mesh", None) != mesh:
-        raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        if leaf.dtype != param_dtype:
-            raise UserError(
-                f"params.{path_name(path)}: {leaf.dtype}, but this precision keeps parameters in "
-                f"{jnp.dtype(param_dtype)}; cast it or choose another precision"
-            )
+    """Raise `UserError` for a state that is traced, without a guard, of another mesh, with leaves that have no layout,
+    or with parameters not in `param_dtype`."""
+    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    loose = {name for name, leaf in named.items() if not isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    cast = {name for name, leaf in named.items() if name[:6] == "params" and getattr(leaf, "dtype", 0) != param_dtype}
+    if loose or cast or not state.guard or state.step.sharding.mesh != mesh:
+        from jaxdist.config.wrong_calls import refuse_state, refuse_use
+
+        if isinstance(state.step, jax.core.Tracer):
+            refuse_use(traced=True)
+        refuse_state(named, loose, cast, guard=bool(state.guard), dtype=jnp.dtype(param_dtype).name)
 
 
 def allocate(

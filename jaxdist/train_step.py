@@ -70,6 +70,9 @@ class TrainStep:
         """
         check_argument("state", state, isinstance(state, TrainState))
         if self._jitted is None:
+            from jaxdist.jaxpr.layouts import refuse_context
+
+            refuse_context(self._mesh)
             self._jitted, self._layout = self._build(state), _layout_of(state)
         return self._jitted
 
@@ -80,10 +83,10 @@ class TrainStep:
 
             check_float8(self._options.precision, self._mesh.devices.flat)
             self._checked = True
-        if isinstance(state.step, jax.Array) and state.step.is_deleted():  # jax 0.10 would crash
-            raise UserError(
-                "state: was given to an earlier step, which used it up; write state, metrics = step(state, batch)"
-            )
+        if (traced := isinstance(state.step, jax.core.Tracer)) or getattr(state.step, "is_deleted", bool)():
+            from jaxdist.config.wrong_calls import refuse_use
+
+            refuse_use(traced=traced)  # used up, jax 0.10 would crash
         check_global(batch)
         if len(self._under_way) == 2:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.
@@ -103,20 +106,15 @@ class TrainStep:
         return self._call(self.jitted(state).trace, state, batch)
 
     def _call(self, function: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
-        """function(state, batch). Raises `UserError` if it fails because the state has another layout, or because the
-        loss or a layer asks for one."""
+        """function(state, batch). Raises `UserError` if it fails for a reason that `refuse_call` finds."""
         try:
             return function(state, batch)
-        except ValueError as error:  # nothing has run; a check of every leaf before each step takes 0.1 to 0.2 ms
-            if isinstance(error, UserError):
-                raise
-            if _layout_of(state) != self._layout:
-                raise UserError(
-                    "state: laid out differently from the one this step was compiled for; make another step"
-                ) from error
-            from jaxdist.jaxpr.layouts import refuse_layouts
+        except (KeyError, TypeError, ValueError) as error:  # nothing has run; a check before each step takes 0.1 ms
+            if not isinstance(error, UserError):
+                from jaxdist.jaxpr.layouts import refuse_call
 
-            refuse_layouts(error, lambda: self.jitted(state).trace(state, batch).jaxpr)
+                trace = lambda: self.jitted(state).trace(state, batch).jaxpr  # noqa: E731
+                refuse_call(error, batch, self._mesh, trace, other=_layout_of(state) != self._layout)
             raise
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxprs import primitive_counts
 from levels import others_slow
 
@@ -73,6 +75,92 @@ def test_state_of_another_mesh_dtype_or_layout() -> None:
         step.lower(init_state(params, SGD, mesh, strategy="ddp"), rows)
     with pytest.raises(UserError, match=r"params.w: bfloat16, but this precision keeps parameters in float32"):
         run_foreign(square, {"w": jnp.ones((4, 4), jnp.bfloat16)})
+
+
+def explicit(size: int) -> Mesh:
+    return jax.make_mesh((size,), ("a",), devices=jax.devices()[:size], axis_types=(AxisType.Explicit,))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_step_inside_of_jit(warm: bool) -> None:
+    """The function of `jitted` is called there."""
+    mesh, rows = make_mesh(fsdp=8), np.ones((8, 8), np.float32)
+    step, make = (make_train_step(square, SGD, mesh), lambda: init_state({"w": jnp.ones((8, 8))}, SGD, mesh))
+    if warm:
+        step(make(), rows)
+    line = r"^state: is traced by jax, .*; allowed there: what step.jitted\(state\) gives, called outside"
+    for call in (jax.jit(lambda *given: step(*given)), lambda *given: jax.eval_shape(step, *given)):
+        with pytest.raises(UserError, match=line):
+            call(make(), rows)
+    with pytest.raises(UserError, match=line):
+        jax.lax.scan(step, make(), rows[None])
+    state, metrics = jax.lax.scan(step.jitted(make()), make(), np.stack([rows] * 3))
+    assert int(state.step) == 3 and metrics["loss"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "name"),
+    [
+        ("params", np.asarray, "params.w"),
+        ("params", lambda leaf: jnp.asarray(np.asarray(leaf)), "params.w"),
+        ("params", lambda leaf: 1.0, "params.w"),
+        ("opt_state", np.asarray, "opt_state.0.trace.w"),
+        ("step", np.asarray, "step"),
+    ],
+)
+def test_leaves_without_a_layout_are_named(part: str, change: Any, name: str) -> None:
+    mesh, tx = make_mesh(fsdp=8), optax.sgd(0.1, momentum=0.9)
+    state = init_state({"w": jnp.ones((8, 8))}, tx, mesh, strategy="zero3")
+    step = make_train_step(square, tx, mesh, strategy="zero3")
+    loose = state._replace(**{part: jax.tree.map(change, getattr(state, part))})
+    with pytest.raises(UserError, match=rf"^state: {name} is no array that is laid out .* give jax.device_"):
+        step(loose, np.ones((8, 8), np.float32))
+    old = getattr(state, part)
+    new = jax.device_put(jax.tree.map(np.asarray, old), jax.tree.map(lambda x: x.sharding, old))
+    step(state._replace(**{part: new}), np.ones((8, 8), np.float32))
+
+
+NO_NUMBERS = "allowed: arrays of numbers, [rows, ...]"
+ELSEWHERE = "is on another mesh than the step's, or on some of its devices; allowed: NumPy arrays"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda rows: ["a"] * 8, f"batch: t.0 is a str; {NO_NUMBERS}"),
+        (lambda rows: np.array(["a"] * 8), f"batch: t is an array of <U1; {NO_NUMBERS}"),
+        (lambda rows: np.array([None] * 8), f"batch: t is an array of object; {NO_NUMBERS}"),
+        (lambda rows: rows.tolist(), "; give np.asarray of nested lists"),
+        (lambda rows: jax.device_put(rows, jax.devices()[3]), f"batch: t {ELSEWHERE}"),
+        (lambda rows: jax.device_put(rows, NamedSharding(explicit(8), P("a"))), f"batch: t {ELSEWHERE}"),
+        (lambda rows: jax.device_put(rows, NamedSharding(explicit(4), P("a"))), f"batch: t {ELSEWHERE}"),
+    ],
+)
+def test_leaves_that_are_no_batch(change: Any, line: str) -> None:
+    mesh, rows = make_mesh(fsdp=8), np.ones((8, 8), np.float32)
+    step = make_train_step(lambda p, b, k: square(p, b["x"], k), SGD, mesh)
+    with pytest.raises(UserError) as found:
+        step(init_state({"w": jnp.ones((8, 8))}, SGD, mesh), {"x": rows, "t": change(rows)})
+    assert line in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_key_error_of_the_loss_stays_one() -> None:
+    mesh, rows = make_mesh(fsdp=8), np.ones((8, 8), np.float32)
+    with pytest.raises(KeyError, match="v"):
+        make_train_step(lambda p, b, k: p["v"], SGD, mesh)(init_state({"w": jnp.ones((8, 8))}, SGD, mesh), rows)
+
+
+def test_inside_of_another_mesh() -> None:
+    mesh, rows = make_mesh(fsdp=8), np.ones((8, 8), np.float32)
+    line = "^jax.set_mesh: is of a mesh with the axes a; allowed: none, or that of jaxdist.make_mesh; "
+    make, step = lambda: init_state({"w": jnp.ones((8, 8))}, SGD, mesh), make_train_step(square, SGD, mesh)
+    state, before = make(), make_train_step(square, SGD, mesh)
+    before(make(), rows)
+    for call in (make, lambda: step(state, rows), lambda: before(state, rows)):
+        with jax.set_mesh(explicit(8)), pytest.raises(UserError, match=line):
+            call()
+    with jax.set_mesh(mesh):
+        step(make(), rows)
 
 
 def test_what_is_wrong_with_a_batch_is_said_whatever_the_state() -> None:

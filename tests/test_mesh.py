@@ -16,7 +16,7 @@ from jaxdist.collectives.cost import LINKS
 from jaxdist.collectives.group import default_link
 from jaxdist.errors import UserError
 from jaxdist.init import check_divisible
-from jaxdist.mesh import AXES, abstract_mesh, batch_shards, count_hosts, host_of, make_mesh, sizes_of
+from jaxdist.mesh import AXES, abstract_mesh, batch_shards, check_mesh, count_hosts, host_of, make_mesh, sizes_of
 from jaxdist.plan.traced.ledger import hosts_of
 from jaxdist.specs import (
     BATCH_SPEC,
@@ -147,6 +147,15 @@ def test_bytes_and_dims() -> None:
     blocks, over_pipe = {"blocks": {"w": jax.ShapeDtypeStruct((3, 6), jnp.float32)}}, {"blocks": {"w": P("pipe")}}
     with pytest.raises(UserError, match=r"blocks.w: .* number of blocks, 3, not .* pipe=2; .*arrange\(model, stages=2"):
         check_divisible(blocks, over_pipe, make_mesh(pipe=2))
+
+
+def test_axes_of_another_type_are_refused() -> None:
+    """`jax.make_mesh` makes them; a step would fail in its shard_map."""
+    mesh = jax.make_mesh((1, 2, 4, 1, 1, 1), AXES, axis_types=(AxisType.Explicit,) * 6)
+    line = r"^mesh: Explicit axes pipe, .*; allowed: .*, Auto axes; give jaxdist.make_mesh\(data=2, fsdp=4\)$"
+    with pytest.raises(UserError, match=line):
+        check_mesh(mesh)
+    check_mesh(jax.make_mesh((1, 2, 4, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 6))
 
 
 def test_batch_specs_split_alike() -> None:

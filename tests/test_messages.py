@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a mesh of jax": (
         lambda: jaxdist.make_train_step(loss, SGD, jax.make_mesh((4, 2), ("data", "x"))),
-        ["mesh: axes data, x", "give jaxdist.make_mesh(data=4)"],
+        ["mesh: Explicit axes data, x", "give jaxdist.make_mesh(data=4)"],
     ),
     "a state given twice": (
         rerun_a_cell,
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "parameters in place of the state": (lambda: step_of_two(lambda state: (state.params, ROWS)), WANTS_STATE),
     "a state of NumPy arrays": (
         lambda: step_of_two(lambda state: (jax.device_get(state), ROWS)),
-        ["state: made on another mesh than the step's"],
+        ["state: step is no array that is laid out on the mesh", "give jax.device_put(new, jax.tree.map("],
     ),
     "a batch of nothing": (
         lambda: step_of_two(lambda state: (state, {})),
@@ -296,6 +296,25 @@ def test_a_strategy_that_shards_nothing_says_so_once(caplog: pytest.LogCaptureFi
     [record] = caplog.records
     said = "strategy: 'zero3' shards over fsdp, expert and context, which have one device each here: every device of "
     assert record.getMessage().startswith(f"{said}data=4 has all parameters; give make_mesh(fsdp=4)")
+
+
+def test_a_strategy_whose_axes_divide_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Not where parameters are small, one is sharded, or rules keep them whole."""
+    _tell_whole.cache_clear()
+    mesh, odd = jaxdist.make_mesh(data=2, fsdp=4), {"w": jnp.ones((7, 9)), "v": jnp.ones(7)}
+    with caplog.at_level(logging.WARNING, logger="jaxdist"):
+        jaxdist.init_state(odd, SGD, mesh, strategy="ddp")
+        jaxdist.init_state(odd, SGD, mesh, strategy="zero3", min_shard_bytes=2**20)
+        jaxdist.init_state({**odd, "u": jnp.ones(8)}, SGD, mesh, strategy="zero3")
+        jaxdist.init_state(odd, SGD, mesh, strategy="zero3", rules=[("*", P())])
+        assert not caplog.records
+        for _ in range(2):
+            jaxdist.init_state(odd, SGD, mesh, strategy="zero3")
+    [record] = caplog.records
+    said = (
+        "strategy: 'zero3' shards over fsdp=4, which divides no dim of a parameter: every device has all of them; give"
+    )
+    assert record.getMessage().startswith(said)
 
 
 def test_a_callable_tree_is_no_function_that_makes_parameters() -> None:

@@ -1,14 +1,13 @@
 """Reading checkpoints on the host, leaf by leaf, without a mesh, a model or an optimizer."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import unflatten_dict
 
 from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
 from jaxdist.checkpoint.checksums import verify
@@ -87,7 +86,7 @@ class Stored:
         """Shapes and dtypes of the parameters, {"blocks.mlp.up.kernel": ShapeDtypeStruct}."""
         found = {}
         for name, leaf in leaves_by_name(self._tree["params"]).items():
-            shape, dim = list(leaf.shape), self._dims[f"params.{name}"]
+            shape, dim = list(leaf.shape), self._dims[_below("params", name)]
             if self._rows is not None and dim != NONE:
                 shape[dim] = self._rows.size
             found[name] = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
@@ -98,11 +97,11 @@ class Stored:
         found = self._tree.get("opt_state")
         if not isinstance(found, dict) or all(found.keys() != {*kind._fields} for kind in EMA_STATES):
             return {}
-        return {name: f"opt_state.ema.{name}" for name in leaves_by_name(found["ema"])}
+        return {name: _below("opt_state.ema", name) for name in leaves_by_name(found["ema"])}
 
     def param(self, name: str) -> np.ndarray:
         """One parameter."""
-        (array,) = jax.tree.leaves(self._read(unflatten_dict({f"params.{name}": 0}, sep=".")))
+        (array,) = leaves_read(self._read(self.asking(0, name)))
         return array
 
     def model_state(self, *, ema: bool = False) -> PyTree:
@@ -111,16 +110,33 @@ class Stored:
         part = place.get("model_state", ()) if isinstance(place, dict) else ()
         if not jax.tree.leaves(part):
             return ()
-        found = self._read({"opt_state": {"model_state": part}} if ema else {"model_state": part})
-        return (found["opt_state"] if ema else found)["model_state"]
+        nothing = jax.tree.map(lambda _: ocp.PLACEHOLDER, self._tree)
+        if not ema:
+            return self._read({**nothing, "model_state": part})["model_state"]
+        asked = {**nothing["opt_state"], "model_state": part}
+        return self._read({**nothing, "opt_state": asked})["opt_state"]["model_state"]
+
+    def asking(self, like: Any, name: str, path: str | None = None) -> PyTree:
+        """The state as orbax is asked for it, of which it is to read a parameter alone, or what is at a path, as `like`
+        says. Trees of parameters may hold lists."""
+        wanted = path or _below("params", name)
+        one = lambda at, _: like if path_name(at) == wanted else ocp.PLACEHOLDER  # noqa: E731
+        return jax.tree_util.tree_map_with_path(one, self._tree)
+
+    def tree_of(self, params: Mapping[str, Any]) -> PyTree:
+        """The tree of the parameters, of values by their names."""
+        mine = self._tree["params"]
+        return jax.tree.unflatten(jax.tree.structure(mine), [params[name] for name in leaves_by_name(mine)])
 
     def rest(self) -> dict[str, Any]:
         """Optimizer state, step and guard, as lists and dicts of arrays: all but the parameters."""
-        return self._read({name: part for name, part in self._tree.items() if name != "params"})
+        left_out = jax.tree.map(lambda _: ocp.PLACEHOLDER, self._tree["params"])
+        found = self._read({**self._tree, "params": left_out})
+        return {name: part for name, part in found.items() if name != "params"}
 
     def _read(self, tree: PyTree) -> PyTree:
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        asked = ocp.args.PyTreeRestore(item=tree, restore_args=on_host, partial_restore=True)
+        asked = ocp.args.PyTreeRestore(item=tree, restore_args=on_host)
         with reading(str(self.folder)):
             found = self._handler.restore(self.folder / "state", args=asked)
         rows, dims = self._rows, self._dims
@@ -128,7 +144,17 @@ class Stored:
             return found
 
         def in_model_order(path: tuple[Any, ...], leaf: np.ndarray) -> np.ndarray:
-            dim = dims[path_name(path)]
+            dim = NONE if leaf is ocp.PLACEHOLDER else dims[path_name(path)]
             return leaf if dim == NONE else leaf.take(rows, axis=dim)
 
         return jax.tree_util.tree_map_with_path(in_model_order, found)
+
+
+def leaves_read(tree: PyTree) -> list[Any]:
+    """The leaves that orbax has read of `Stored.asking`."""
+    return [leaf for leaf in jax.tree.leaves(tree) if leaf is not ocp.PLACEHOLDER]
+
+
+def _below(part: str, name: str) -> str:
+    """The path in a state of a parameter; that of a tree that is a single array is ""."""
+    return f"{part}.{name}" if name else part

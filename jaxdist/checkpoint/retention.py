@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from jaxdist.checkpoint.checksums import TEMPORARY
+from jaxdist.errors import UserError
 from jaxdist.files.regular import open_new
 
 PROBE = "probe"  # name of a folder that is made to see whether one can be
@@ -48,6 +49,11 @@ class Retention:
     keep_every: int = 0  # steps divisible by it stay for good; 0 for none
     keep_best: int = 0  # how many with the lowest evaluation loss stay
     losses: dict[int, float] = field(default_factory=dict)  # the evaluation losses by step. Saves fill it in
+
+    def __post_init__(self) -> None:
+        for name, least in (("keep", 1), ("keep_every", 0), ("keep_best", 0)):
+            if type(value := getattr(self, name)) is bool or not hasattr(value, "__index__") or value < least:
+                raise UserError(f"{name}: {value!r:.60}; allowed: an integer >= {least}")
 
     def remove_old(self, folder: Path) -> list[OSError]:
         """Remove the checkpoints of a run that do not stay. Returns why some could not be removed.

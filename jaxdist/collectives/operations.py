@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist import registry
-from jaxdist.collectives.algorithm import ALGORITHMS, get_algorithm
+from jaxdist.collectives.algorithm import ALGORITHMS, Algorithm, get_algorithm
 from jaxdist.collectives.cost import NOTHING, Cost, Link, make_link
 from jaxdist.collectives.group import Axes, Group, Groups, Pairs, entering, make_group, shift
 from jaxdist.collectives.parts import cut_parts, join_parts
@@ -41,20 +41,21 @@ OPS = ("sum", "mean", *EXTREMA)
 
 def function_of(algorithm: str, operation: str) -> Callable[..., jax.Array]:
     """The algorithm's function for an operation; `UserError` naming those that have it."""
-    function = getattr(get_algorithm(algorithm), operation)
+    function = getattr(get_algorithm(algorithm), operation, None)
     if function is None:
-        known = [name for name in registry.names(ALGORITHMS) if getattr(get_algorithm(name), operation) is not None]
-        raise UserError(f"algorithm={algorithm!r} has no {operation}; these have: {', '.join(known)}")
+        known = [name for name in registry.names(ALGORITHMS) if getattr(get_algorithm(name), operation, None)]
+        hint = f"these have: {', '.join(known)}" if known else f"operations: {', '.join(Algorithm._fields[1:-1])}"
+        raise UserError(f"algorithm={algorithm!r} has no {operation}; {hint}")
     return function
 
 
 def cost(operation: str, nbytes: int, *sizes: int, algorithm: str = "ring", itemsize: int = 4) -> Cost:
     """What one call costs on `sizes` devices (n; or outer, inner), for an input of nbytes on each device."""
-    group = Group.of(*sizes)
+    if nbytes < 0 or min(sizes, default=0) < 1:
+        raise UserError(f"cost: {nbytes} bytes on {sizes} devices; allowed: bytes >= 0, each number of devices >= 1")
     function_of(algorithm, operation)
-    if group.n == 1:
-        return NOTHING
-    return get_algorithm(algorithm).cost(operation, nbytes // itemsize, group).scaled(itemsize)
+    found, group = get_algorithm(algorithm).cost, Group.of(*sizes)
+    return NOTHING if group.n == 1 else found(operation, nbytes // itemsize, group).scaled(itemsize)
 
 
 def _check_op(x: PyTree, op: str, wire_dtype: str | None = None) -> None:
@@ -358,10 +359,9 @@ def send_recv(x: PyTree, axis: Axes, pairs: Pairs | int, *, groups: Groups | Non
 
     A rank may send to one target and receive from one source; where nothing arrives there are zeros.
     """
-    group = make_group(axis, groups)
-    n = group.n
+    n = (group := make_group(axis, groups)).n
     chosen = shift(n, pairs) if isinstance(pairs, int) else list(pairs)
-    for ends in zip(*chosen, strict=True):
+    for ends in zip(*(pair if len(jax.tree.leaves(pair)) == 2 else (-1, -1) for pair in chosen), strict=True):
         if len(set(ends)) < len(ends) or not all(0 <= rank < n for rank in ends):
             raise UserError(f"pairs={chosen}: each rank from 0 to {n - 1} once as source and once as target")
     moved = _over(x, group, lambda leaf: group.permute(leaf, chosen))

@@ -47,6 +47,38 @@ def refuse_keyword(name: str, value: Any, known: Iterable[str]) -> NoReturn:
     raise UserError(f"{name}: is no keyword; allowed: {', '.join(known)}{hint}")
 
 
+def refuse_use(*, traced: bool) -> NoReturn:
+    """Raise the `UserError` for a state with which no step can be called: one that jax traces, or one used up."""
+    if traced:
+        raise UserError(
+            "state: is traced by jax, and a step is compiled by itself: inside jax.jit, lax.scan or jax.eval_shape it"
+            " cannot be called; allowed there: what step.jitted(state) gives, called outside with the real state"
+        )
+    raise UserError("state: was given to an earlier step, which used it up; write state, metrics = step(state, batch)")
+
+
+def refuse_state(
+    leaves: Mapping[str, Any], loose: Iterable[str], cast: Iterable[str], *, guard: bool, dtype: str
+) -> NoReturn:
+    """Raise the `UserError` for a state that is not as `init_state` makes it for this step.
+
+    loose, cast: the names of leaves without a layout on a mesh, and of parameters that are not in `dtype`.
+    """
+    if not guard:
+        raise UserError("state: has no guard; make it with init_state, or add precision.loss_scale.fresh_guard()")
+    for name in (each for each in leaves if each in loose):
+        raise UserError(
+            f"state: {name} is no array that is laid out on the mesh; allowed: arrays laid out as init_state made them;"
+            " give jax.device_put(new, jax.tree.map(lambda x: x.sharding, old))"
+        )
+    for name in (each for each in leaves if each in cast):
+        raise UserError(
+            f"{name}: {leaves[name].dtype}, but this precision keeps parameters in {dtype}; cast it or choose another"
+            " precision"
+        )
+    raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
+
+
 def refuse_whole(name: str, spec: Any, options: Any, *, own: bool) -> NoReturn:
     """Raise the `UserError` for a state without shards where the strategy shards the parameter `name`.
 

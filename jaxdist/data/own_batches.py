@@ -18,6 +18,7 @@ from jaxdist.config.rules.batch import check_rows
 from jaxdist.data.loader import GlobalBatches
 from jaxdist.data.samples import as_dtype
 from jaxdist.errors import UserError
+from jaxdist.jaxpr.layouts import refuse_leaf
 from jaxdist.processes import from_all
 from jaxdist.specs import PyTree, leaves_by_name, spec_axes
 
@@ -73,10 +74,7 @@ class Placing:
             return leaf
         array = np.asarray(_of_tensor(leaf) if hasattr(leaf, "numpy") else leaf)
         if not array.ndim or not (jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
-            raise UserError(
-                f"{where} is {f'an array of {array.dtype}' if array.ndim else f'a {type(leaf).__name__}'}; allowed:"
-                " arrays of numbers, [rows, ...]; of a Hugging Face dataset by .with_format('numpy')"
-            )
+            refuse_leaf(where, f"an array of {array.dtype}" if array.ndim else f"a {type(leaf).__name__}")
         dtype = jax.dtypes.canonicalize_dtype(array.dtype)
         return np.array(as_dtype(array, dtype, where=where))  # a copy: a generator may use its arrays again
 

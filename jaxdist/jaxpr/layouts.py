@@ -5,18 +5,75 @@ import linecache
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.source import PACKAGE, is_installed, line_of_user
 from jaxdist.jaxpr.walk import every_equation
+from jaxdist.specs import path_name
 
 ASKING = {"sharding_constraint": "with_sharding_constraint", "device_put": "device_put"}  # primitives
 # What asks for a layout, in a call that failed while it was traced: a function, or a keyword that is not None.
 _CALLED = {"with_sharding_constraint", "device_put", "reshard", "shard_map"}
 _KEYWORDS = {"in_shardings", "out_shardings"}
+
+
+def refuse_call(error: Exception, batch: Any, mesh: Any, trace: Callable[[], Any], *, other: bool) -> None:
+    """Raise `UserError` if a call of a step failed for its batch, its state, or the layout that a loss asks for.
+
+    trace: see `refuse_layouts`. other: whether the state has another layout than that of the step.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        _check_leaf(error, f"batch: {path_name(path)}".removesuffix(": "), leaf, mesh)
+    refuse_context(mesh)
+    if not isinstance(error, ValueError):
+        return
+    if other:
+        raise UserError(
+            "state: laid out differently from the one this step was compiled for; make another step"
+        ) from error
+    refuse_layouts(error, trace)
+
+
+def refuse_context(mesh: Any) -> None:
+    """Raise `UserError` inside a `jax.set_mesh` of another mesh."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context.shape_tuple != mesh.shape_tuple:
+        raise UserError(
+            f"jax.set_mesh: is of a mesh with the axes {', '.join(map(str, context.axis_names))}; allowed: none, or"
+            " that of jaxdist.make_mesh; make states and call steps outside of it"
+        )
+
+
+def refuse_leaf(where: str, shown: str) -> NoReturn:
+    """Raise the `UserError` for a leaf of a batch that is no array of numbers."""
+    raise UserError(
+        f"{where} is {shown}; allowed: arrays of numbers, [rows, ...]; of a Hugging Face dataset by"
+        " .with_format('numpy')"
+    )
+
+
+def _check_leaf(error: Exception, where: str, leaf: Any, mesh: Any) -> None:
+    """Raise `UserError` for a leaf of a batch that holds no numbers, or is on other devices or another mesh."""
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) or not isinstance(mesh, Mesh):
+        return
+    if not isinstance(leaf, jax.Array):
+        array = np.asarray(leaf)
+        if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
+            refuse_leaf(where, f"an array of {array.dtype}" if array.ndim else f"a {type(leaf).__name__}")
+        return
+    sharding = leaf.sharding
+    axes = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+    if leaf.committed and (sharding.device_set != {*mesh.devices.flat} or AxisType.Explicit in axes):
+        raise UserError(
+            f"{where} is on another mesh than the step's, or on some of its devices; allowed: NumPy arrays, and arrays"
+            " on that mesh; give jax.device_put(batch, NamedSharding(mesh, jaxdist.BATCH_SPEC))"
+        ) from error
 
 
 def refuse_layouts(error: ValueError, trace: Callable[[], Any]) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import claim_replicated, psum, stack, stacked_specs, to_varying
+from jaxdist.errors import UserError
 from jaxdist.local_sgd.state import REPLICAS, LocalState, apart, within
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.model import ModelDef, model_figures
@@ -119,6 +120,11 @@ def make_inner_step(
 
     def build(state: TrainState) -> Any:
         own: LocalState = state.opt_state
+        if not isinstance(own, LocalState):
+            raise UserError(
+                "state: is that of one model, as init_state makes it; allowed: that of replicas; give what"
+                " jaxdist.local_sgd.step.init_local_state makes"
+            )
         check_state(state, mesh, policy.param)
         check_placed(state.params, model, get_strategy(options), mesh, options)
         check_update(optimizer, state.params, own.opt_state, (), sync=options.grad_sync)

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxdist.config.sections.local import LocalConfig, check_fragments
+from jaxdist.config.rules.fields import check_section
+from jaxdist.config.sections.local import LOCAL, LocalConfig, check_fragments
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.local_sgd.inner import make_inner_step
@@ -131,10 +132,21 @@ def check_has_blocks(model: Any) -> ModelDef:
     """The model. Raises `UserError` for a loss in place of a model."""
     if not isinstance(model, ModelDef):
         raise UserError(
-            "parallel.local.every: is for models with blocks, and the model is a loss of its own; allowed: 0; or gpt,"
-            " bert, vit"
+            f"{LOCAL}.every: is for models with blocks, and the model is a loss of its own; allowed: 0; or a ModelDef,"
+            " as of gpt, bert, vit or jaxdist.model_def"
         )
     return model
+
+
+def check_trains_apart(local: Any) -> LocalConfig:
+    """The section. Raises `UserError` for what is none, for wrong keys, and where replicas would never meet."""
+    if not isinstance(local, LocalConfig):
+        raise UserError(f"local: is a {type(local).__name__}; allowed: a LocalConfig; give LocalConfig(every=10)")
+    check_section(local, LOCAL)
+    local.check()
+    if not local.on:
+        raise UserError("local.every: 0, by which replicas never meet; allowed: an integer >= 1; give every=10")
+    return local
 
 
 def init_local_state(
@@ -152,7 +164,7 @@ def init_local_state(
     - source: a `ModelDef`, or a pytree of parameters that exist already.
     - options, keywords: as of `init_state`. local, outer: as of `make_local_step`.
     """
-    outer, options = outer or outer_optimizer(local), make_options(options, keywords)
+    outer, options = outer or outer_optimizer(check_trains_apart(local)), make_options(options, keywords)
     one = init_state(source, optimizer, mesh, options)
     target = local_target(one, outer, local, frozen=options.freeze)
     return spread_out(one, target, outer, local, frozen=options.freeze)
@@ -182,7 +194,7 @@ def make_local_step(
     TrainStep(strategy='ddp', mesh: data=2, schedule='accumulate', microbatches=1, precision='fp32', not compiled yet)
     """
     check_axes(check_has_blocks(model), mesh)
-    local.check()
+    check_trains_apart(local)
     check_fragments(local.fragments, model.layers)
     options = make_options(options, keywords).on(mesh)
     outer = outer or outer_optimizer(local)

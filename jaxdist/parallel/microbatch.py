@@ -21,7 +21,8 @@ def check_batch_shape(batch: PyTree, mesh: AnyMesh, options: StepOptions) -> Non
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
-        raise UserError(f"batch: has leaves of shapes {shapes!s:.200}; allowed: arrays with the same dim 0, of rows")
+        allowed = "arrays with the same dim 0, of rows; give np.asarray of nested lists"
+        raise UserError(f"batch: has leaves of shapes {shapes!s:.200}; allowed: {allowed}")
     parts = {axis: mesh.shape[axis] for axis in BATCH_AXES} | {"microbatches": options.microbatches}
     if options.grad_sync.deterministic:  # its microbatches are the virtual shards of a device
         parts = {"grad_sync.virtual_shards": options.grad_sync.virtual_shards}

@@ -37,7 +37,7 @@ class StepOptions:
     remat: what is recomputed in the backward pass: a mode, or the names of values that are kept.
     freeze: patterns ("embed.*") of parameters that are not trained. offload: the optimizer state is in host memory.
     seed: of initialisation and of dropout. return_grads: whether the metrics hold the gradients.
-    max_skips: after more than so many steps in a row that are not finite, nothing changes any more.
+    max_skips: after more than so many steps in a row that are not finite, nothing changes any more. Default: never.
 
     Raises `UserError` for options that exclude each other.
     """
@@ -56,7 +56,7 @@ class StepOptions:
     freeze: tuple[str, ...] = ()
     offload: bool = False
     seed: int = 0
-    max_skips: int = 10
+    max_skips: int = 2**31 - 1  # more than the guard counts
     return_grads: bool = False
 
     def __new__(cls, *_: Any, **given: Any) -> "StepOptions":

@@ -14,7 +14,7 @@ from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved
 from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.huggingface.family import POSITIONS
-from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, open_steps
+from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, leaves_read, open_steps
 from jaxdist.config.load import with_settings
 from jaxdist.config.rules.fields import all_keys, keys, show
 from jaxdist.config.schema import ModelConfig
@@ -102,7 +102,7 @@ class Saved(Pretrained):
         if longer:  # a small table: whole on every device for a moment
             whole = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
             wanted = jax.ShapeDtypeStruct(found.shape, like.dtype, sharding=whole)
-        array = self._read(self._averaged.get(name, f"params.{name}"), wanted)
+        array = self._read(name, wanted)
         if longer:
             return jax.jit(lambda table: table[: like.shape[0]], out_shardings=like.sharding)(array)
         if rows is None:
@@ -112,12 +112,13 @@ class Saved(Pretrained):
         (moved,) = jax.tree.leaves(in_order_of(TrainState((), asked, ()), restored, rows))
         return moved
 
-    def _read(self, path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        item = unflatten_dict({path: like}, sep=".")
+    def _read(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        item = self._stored.asking(like, name, self._averaged.get(name))
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
-        asked = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
+        asked = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
         with reading(str(self._stored.folder)):
-            (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self._stored.folder / "state", args=asked))
+            found = ocp.PyTreeCheckpointHandler().restore(self._stored.folder / "state", args=asked)
+        (array,) = leaves_read(found)
         return array
 
 

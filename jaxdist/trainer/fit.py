@@ -242,8 +242,7 @@ def _settled(
     for dotted, value in {**settings, "train.steps": steps, "train.seed": options.seed}.items():
         name, _, key = dotted.partition(".")
         section = getattr(config, name)
-        changed = replace(section, **{key: keys(type(section))[key].check(value, dotted)})
-        config = replace(config, **{name: changed})
+        config = replace(config, **{name: replace(section, **{key: keys(type(section))[key].check(value, dotted)})})
     if not evaluated:
         config = replace(config, train=replace(config.train, eval_every=0))
     if patience is not None and (type(patience) is not int or patience < 1 or not config.train.eval_every):
@@ -251,7 +250,8 @@ def _settled(
             f"patience: {patience!r}; allowed: an int of 1 or more, with eval_data and train.eval_every; or None"
         )
     check_packages(config.observe)
-    return config, options if skips_steps(config, options.precision) else replace(options, max_skips=0)
+    own = config.precision.max_consecutive_skips if options.max_skips == StepOptions.max_skips else options.max_skips
+    return config, replace(options, max_skips=own if skips_steps(config, options.precision) else 0)
 
 
 def _plan(config: Config, mesh: Mesh, model: Any, optimizer: Any, options: StepOptions, target: TrainState) -> RunPlan:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -399,6 +400,16 @@ def test_a_run_resumes_before_the_damage(
 )
 def test_what_is_kept(policy: Retention, kept: set[int]) -> None:
     assert policy.kept(range(1, 10)) == kept
+
+
+@pytest.mark.parametrize("value", ["3", None, -1, 1.5, True])
+@pytest.mark.parametrize(("name", "least"), [("keep", 1), ("keep_every", 0), ("keep_best", 0)])
+def test_numbers_of_what_is_kept(tmp_path: Path, name: str, least: int, value: Any) -> None:
+    """Checked before the folder is made, not by the thread of the second save."""
+    line = re.escape(f"{name}: {value!r}; allowed: an integer >= {least}")
+    with pytest.raises(UserError, match=f"^{line}$"):
+        Checkpoints(tmp_path / "new", **{"keep": 1, name: value})
+    assert not (tmp_path / "new").exists()
 
 
 def test_kept_on_the_disk_and_after_a_restart(tmp_path: Path) -> None:

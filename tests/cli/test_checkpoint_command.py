@@ -11,6 +11,7 @@ import child
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from saved_runs import NEEDS, bits, config_of, random_params, restored, save_run
 
@@ -22,10 +23,12 @@ from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import DevicesConfig, MeshConfig, ParallelConfig, TrainConfig
 from jaxdist.data import Source
 from jaxdist.errors import UserError
+from jaxdist.init import init_state, state_target
 from jaxdist.mesh import make_mesh
-from jaxdist.optim.ema import CarryingEmaState, EmaState
+from jaxdist.optim.ema import CarryingEmaState, EmaState, with_ema
+from jaxdist.pretrained import open_pretrained
 from jaxdist.specs import leaves_by_name
-from jaxdist.state import TrainState
+from jaxdist.state import TrainState, shardings_of
 from jaxdist.trainer.resume import record
 
 pytestmark = pytest.mark.xdist_group("huggingface")
@@ -171,6 +174,28 @@ def test_a_folder_of_a_loop_of_ones_own(
     average(tmp_path / "own", tmp_path / "mean", last=2)
     (mean,) = open_steps(tmp_path / "mean")
     assert np.array_equal(mean.param("w"), np.full(3, 1.5))
+
+
+@pytest.mark.parametrize("tree", [{"layers": [1.0, (2.0, {"w": 3.0})]}, [1.0, 2.0], 1.0], ids=str)
+def test_parameters_in_lists_or_alone(tmp_path: Path, tree: Any) -> None:
+    """`average` keeps the tree, and `open_pretrained` reads it, and its moving average."""
+    mesh, tx = make_mesh(fsdp=2), with_ema(optax.adam(0.1), 0.9)
+
+    def times(factor: float) -> Any:
+        return jax.tree.map(lambda value: jnp.full((4, 2), factor * value), tree)
+
+    state, target = (make(times(1), tx, mesh, strategy="zero3") for make in (init_state, state_target))
+    with Checkpoints(tmp_path / "own", keep=9) as checkpoints:
+        for step in (1, 2):
+            params = jax.device_put(times(step), shardings_of(target.params))
+            checkpoints.save(step, state._replace(params=params), {})
+    average(tmp_path / "own", tmp_path / "mean", last=2)
+    with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1) as checkpoints:
+        assert bits(checkpoints.restore(2, target).params) == bits(times(1.5))
+    for ema, folder, factor in ((False, "own", 2), (True, "own", 1), (True, "mean", 1.5)):
+        with open_pretrained(tmp_path / folder, ema=ema) as found:
+            loaded = found.load(target.params, say=lambda line: None)
+        assert jax.tree.structure(loaded) == jax.tree.structure(tree) and bits(loaded) == bits(times(factor))
 
 
 @pytest.mark.slow

@@ -272,17 +272,19 @@ def test_a_narrow_reduce_dtype_is_refused() -> None:
 
 @pytest.mark.slow
 def test_same_bits_for_a_loss_of_ones_own() -> None:
+    """It sums over a parameter that is split along dim 1, too."""
     rng = np.random.default_rng(0)
-    params = {"w": jnp.float32(rng.normal(size=(8, 16))), "v": jnp.float32(rng.normal(size=16))}
+    shapes = {"w": (8, 16), "v": (16,), "c": (5, 8)}
+    params = {name: jnp.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
     batch = {"x": rng.normal(size=(16, 8)).astype(np.float32), "y": rng.normal(size=16).astype(np.float32)}
 
     def loss(params: Any, batch: Any, keys: jax.Array) -> Any:
-        error = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]
+        error = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] * params["c"].sum() - batch["y"]
         return (error * error).sum(), jnp.float32(error.size)
 
     found = set()
     layouts = (("ddp", {}), ("ddp", {"data": 8}), ("zero3", {"fsdp": 4}), ("zero3", {"data": 2, "fsdp": 2}))
-    for strategy, sizes in layouts:
+    for strategy, sizes in (*layouts, ("zero1", {"fsdp": 2}), ("zero2", {"fsdp": 8})):
         optimizer, mesh = optax.chain(clip_by_ordered_norm(1.0), optax.adamw(1e-2)), make_mesh(**sizes)
         state = init_state(params, optimizer, mesh, strategy=strategy)
         step = make_train_step(loss, optimizer, mesh, strategy=strategy, grad_sync=DETERMINISTIC)

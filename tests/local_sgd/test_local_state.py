@@ -16,6 +16,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.load import load_config, settings_by_key
 from jaxdist.config.sections.local import LocalConfig, OuterConfig
 from jaxdist.errors import UserError
+from jaxdist.init import init_state
 from jaxdist.local_sgd.replicas import Replicas
 from jaxdist.local_sgd.state import outer_optimizer
 from jaxdist.local_sgd.step import init_local_state, make_local_step
@@ -243,3 +244,26 @@ def test_a_run_is_not_resumed_with_other_arrays_for_its_outer_steps(
     for more in ("outer.lr=0.5", "outer.name=sgd", "keep=0.5", "every=20", "algorithm=tree"):
         config = load_config("configs/quickstart.yaml", [*base, f"parallel.local.{more}"])
         check_replicas({"config": settings_by_key(first)}, config, tmp_path)
+
+
+def test_wrong_calls_in_python_are_one_line() -> None:
+    model, mesh, local = gpt(model_config(case(2)), max_length=SEQ), make_mesh(data=2), LocalConfig(every=2)
+    state = init_state(model, SGD, mesh)
+    calls = {
+        "state: is that of one model, as init_state makes it; .*init_local_state": lambda: make_local_step(
+            model, SGD, mesh, local
+        )(state, {}),
+        "local.every: 0, by which replicas never meet": lambda: make_local_step(model, SGD, mesh, LocalConfig()),
+        "local.every: 0, by which": lambda: init_local_state(model, SGD, mesh, LocalConfig()),
+        "parallel.local.every: -1 is out of range": lambda: make_local_step(model, SGD, mesh, LocalConfig(every=-1)),
+        "local: is a dict; allowed: a LocalConfig": lambda: make_local_step(model, SGD, mesh, {"every": 2}),  # type: ignore[arg-type]
+        "parallel.local.every: is for models with blocks, .*; or a ModelDef, as of gpt": lambda: make_local_step(
+            lambda params, batch, keys: (0.0, 1),  # type: ignore[arg-type]
+            SGD,
+            mesh,
+            local,
+        ),
+    }
+    for line, call in calls.items():
+        with pytest.raises(UserError, match=f"^{line}"):
+            call()

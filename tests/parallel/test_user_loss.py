@@ -221,6 +221,13 @@ def test_two_parameters_of_one_name_are_refused_before_training(rows: int, as_fu
         init_state((lambda key: params) if as_function else params, optax.sgd(0.1), make_mesh(fsdp=4))
 
 
+def test_an_empty_parameter_is_refused_before_training() -> None:
+    """A checkpoint could not hold it."""
+    params = {"w": jnp.ones(4), "heads": [jnp.ones((0, 4))]}
+    with pytest.raises(UserError, match=r"^params\.heads\.0: float32\[0, 4\] is empty, which no checkpoint can hold"):
+        init_state(params, optax.sgd(0.1), make_mesh(fsdp=4))
+
+
 @pytest.mark.parametrize("strategy", others_slow(["zero1", "zero2", "zero3"], "zero3"))
 def test_a_tree_named_like_a_model_is_none(strategy: str) -> None:
     params = {"embed": jnp.ones((8, 8)), "blocks": [{"w": jnp.ones((8, 8))}], "head": jnp.ones((8, 8))}

@@ -27,7 +27,6 @@ from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.optim.make import learning_rates
-from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.loss_scale import fresh_guard, next_guard, released, scale_of, tree_is_finite
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import batch_spec
@@ -97,19 +96,19 @@ SHARED = pytest.mark.xdist_group("loss scale")  # one compiled step
 
 
 @functools.cache
-def compiled(precision: Any) -> tuple[Any, Any, Any]:
+def compiled(precision: Any, **options: int) -> tuple[Any, Any, Any]:
     """(mesh, maker of a state, step) of a small GPT on two devices."""
     model = gpt(ModelConfig(layers=2, width=16, heads=2, vocab=32, dropout=0.1), max_length=LENGTH)
     mesh, tx = make_mesh(fsdp=2), optax.adamw(optax.linear_schedule(1e-2, 0, 50))
-    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision)
+    step = make_train_step(model, tx, mesh, strategy="zero3", precision=precision, **options)
     first = init_state(model, tx, mesh, strategy="zero3")
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings_of(first))
     return mesh, lambda: copy(first), step
 
 
-def made(precision: Any) -> tuple[Any, Any, Any]:
+def made(precision: Any, **options: int) -> tuple[Any, Any, Any]:
     """(mesh, state, step)."""
-    mesh, make, step = compiled(precision)
+    mesh, make, step = compiled(precision, **options)
     return mesh, make(), step
 
 
@@ -120,8 +119,8 @@ def batch_of(mesh: Any, i: int, weight: float = 1.0) -> dict[str, jax.Array]:
     return {name: jax.device_put(x, NamedSharding(mesh, batch_spec(mesh))) for name, x in data.items()}
 
 
-def params_after(precision: Any, weights: list[float]) -> tuple[list[np.ndarray], Any]:
-    mesh, state, step = made(precision)
+def params_after(precision: Any, weights: list[float], **options: int) -> tuple[list[np.ndarray], Any]:
+    mesh, state, step = made(precision, **options)
     for i, weight in enumerate(weights):
         state, _ = step(state, batch_of(mesh, i, weight))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state)], state
@@ -188,9 +187,11 @@ def test_on_gpus_a_choice_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> No
 
 @SHARED
 def test_after_too_many_skips_the_state_is_halted() -> None:
-    bad, limit = math.inf, StepOptions().max_skips
+    """If the step was given a number. Without one it trains again with the next good batch, as GradScaler."""
+    bad, limit = math.inf, 10
     one, _ = params_after("fp32", [1.0])
-    more, halted = params_after("fp32", [1.0, *[bad] * (limit + 1), 1.0, 1.0])
+    data = [1.0, *[bad] * (limit + 1), 1.0, 1.0]
+    more, halted = params_after("fp32", data, max_skips=limit)
     for a, b in zip(one, more, strict=True):
         np.testing.assert_array_equal(a, b)
     assert (int(halted.step), int(halted.guard.in_a_row), int(halted.guard.skipped)) == (
@@ -198,6 +199,16 @@ def test_after_too_many_skips_the_state_is_halted() -> None:
         limit + 1,
         limit + 1,
     )
+    other, state = params_after("fp32", data)
+    assert (int(state.step), int(state.guard.in_a_row), int(state.guard.skipped)) == (len(data), 0, limit + 1)
+    assert all((a != b).any() for a, b in zip(one, other, strict=True) if a.size > 1)
+
+
+def test_the_scale_goes_on_shrinking_in_a_bare_loop() -> None:
+    mesh, state, step = made("fp16")
+    for i in range(20):
+        state, metrics = step(state, batch_of(mesh, i, math.inf))
+    assert (float(metrics["loss_scale"]), int(state.step)) == (2.0**-4, 20)
 
 
 @pytest.mark.parametrize("precision", levels(["fp16", "fp32", "bf16", "O1"], slow=4))

@@ -450,6 +450,8 @@ def test_a_loss_that_grows_is_not_the_data_s_doing(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match=f"^loss of step 2 is (inf|nan), after 1 more in a row .*; {first}$"):
         skips = {"train.on_nonfinite": "skip"}
         fit(batches(2), tmp_path / "c", wild, settings=skips, max_skips=1)
+    with pytest.raises(FloatingPointError, match=f"^loss of step 11 is (inf|nan), after 10 more in a row .*; {first}$"):
+        fit(batches(2), tmp_path / "e", wild, settings=skips, steps=20)
     later = lambda params, batch, keys: (jnp.exp(1e4 * abs(params["w"].sum())) + params["w"].sum(), 1)  # noqa: E731
     with pytest.raises(FloatingPointError, match="^loss of step 2 is (inf|nan); try a lower learning rate$"):
         fit(batches(2), tmp_path / "d", later)
@@ -759,7 +761,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"settings": {"train": {"eval_every": 10}}},
         "settings: 'train' is none of fit's; allowed: train.max_hours, ",
     ),
-    "a mesh of a text": ({"mesh": "data"}, "mesh: 'data'; allowed: what jaxdist.make_mesh makes; give jaxdist.make_m"),
+    "a mesh of a text": ({"mesh": "data"}, "mesh: 'data'; allowed: what jaxdist.make_mesh makes, Auto axes; give jax"),
     "a mesh of a dict": ({"mesh": {"data": 2, "fsdp": 4}}, "mesh: {'data': 2, 'fsdp': 4}; allowed: what jaxdist.make"),
     "a value": ({"settings": {"train.on_nonfinite": "no"}}, "train.on_nonfinite: 'no'"),
     "eval_data": (

@@ -1,5 +1,6 @@
 """Does a model train the same in this layout as on one device? If not: the causes, their lines, and the remedies."""
 
+import inspect
 import math
 import sys
 import tempfile
@@ -112,7 +113,15 @@ def _verify_loss(target: str, example: str | None, overrides: Sequence[str]) -> 
         registry.load("jaxdist.models", each.replace(":", "."), key=key)
         for each, key in ((target, "loss"), (example, "--example"))
     )
-    result = made() if callable(made) else made
+    result = made
+    if callable(made):
+        try:
+            inspect.signature(made).bind()
+        except TypeError as error:
+            raise UserError(
+                f"--example: {example}: {error}; allowed: a function without arguments that returns (params, batch)"
+            ) from error
+        result = made()
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise UserError(f"--example: {example} gives a {type(result).__name__}; allowed: (params, batch), a tuple")
     params, batch, *state = result

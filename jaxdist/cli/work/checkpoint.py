@@ -5,12 +5,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from jaxdist.build import make_model, optimizer_of
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
@@ -35,7 +33,7 @@ from jaxdist.plan.traced.sharding import aligned
 from jaxdist.precision.loss_scale import fresh_guard
 from jaxdist.precision.policy import enable_x64, precision_of
 from jaxdist.pretrained import open_pretrained
-from jaxdist.specs import leaves_by_name
+from jaxdist.specs import leaves_by_name, path_name
 from jaxdist.state import TrainState
 from jaxdist.trainer.batches.load import check_vocabulary
 from jaxdist.trainer.resume import record
@@ -178,17 +176,18 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     for other in steps[:-1]:
         _check_same(newest, other)
     enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
-    params = unflatten_dict({name: _mean(each.param(name) for each in steps) for name in newest.params()}, sep=".")
+    means = {name: _mean(each.param(name) for each in steps) for name in newest.params()}
     rest = jax.tree.map(jnp.asarray, newest.rest())
     others = {"guard": rest["guard"]} if "guard" in rest else {}
     carried = jax.tree.map(lambda *each: _mean(each), *(stored.model_state() for stored in steps))
     stateful = bool(jax.tree.leaves(carried))
     if newest.averages():  # what evaluations read
-        rest["opt_state"]["ema"] = _typed_like(rest["opt_state"]["ema"], params)
+        typed = lambda path, leaf: means[path_name(path)].astype(leaf.dtype)  # noqa: E731  # frozen ones have none
+        rest["opt_state"]["ema"] = jax.tree_util.tree_map_with_path(typed, rest["opt_state"]["ema"])
         if "model_state" in rest["opt_state"]:
             like = rest["opt_state"]["model_state"]
             rest["opt_state"]["model_state"] = jax.tree.map(lambda old, new: new.astype(old.dtype), like, carried)
-    state = TrainState(rest["step"], params, rest["opt_state"], **others, model_state=carried)
+    state = TrainState(rest["step"], newest.tree_of(means), rest["opt_state"], **others, model_state=carried)
     meta = {name: value for name, value in without_order(newest.meta).items() if name != "ending"}
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, meta)
@@ -196,15 +195,6 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
         replace_file(output / "config.yaml", read_regular(run_dir / "config.yaml"))
     also = "; its running statistics (model_state) are the mean of theirs" * stateful
     return f"the mean of steps {', '.join(str(each.step) for each in steps)} to {output}, as step {newest.step}{also}"
-
-
-def _typed_like(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The values of the leaves that a tree of dicts has, in its types. The tree may lack some: frozen parameters."""
-    return {
-        name: _typed_like(part, values[name]) if isinstance(part, dict) else values[name].astype(part.dtype)
-        for name, part in tree.items()
-        if name in values and part is not None
-    }
 
 
 def _mean(arrays: Iterable[np.ndarray]) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxdist.specs import SHARD_AXES, PyTree
 BLOCK_INPUT = "block.input"  # the name of the values that "offload" moves to the host
 # Operations that only move, cast or broadcast are cheaper to redo than to keep. And their operand may be a gathered
 # parameter: a norm's scale, broadcast to every position, is as large as an activation.
-CHEAP = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
+CHEAP = ("broadcast_in_dim", "convert_element_type", "layout_constraint", "reshape", "squeeze", "transpose")
 
 
 def _all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:

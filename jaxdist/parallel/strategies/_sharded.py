@@ -17,6 +17,7 @@ import functools
 
 import jax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import active_axes
@@ -45,7 +46,8 @@ def sharded(options: StrategyOptions, moves: Moves) -> Strategy:
         shards, nothing = begin_varying(params, specs, stacked)
         diff = shards if reduce_each else zero_probes(shards, specs)
         if not gather_each:
-            return diff, gather_once(shards, specs, options, stacked)
+            whole = gather_once(shards, specs, options, stacked)
+            return diff, jax.tree.map(by_rows, whole) if options.grad_sync.deterministic else whole
         if reduce_each:
             return diff, nothing
         return diff, map_specs(lambda spec, leaf: () if shard_of(spec) is None else leaf, specs, shards)
@@ -61,6 +63,7 @@ def sharded(options: StrategyOptions, moves: Moves) -> Strategy:
                     shard = value_of(leaf) if reduce_each else copy
                     received = shard.astype(options.precision.received)
                     copy = lax.all_gather(received, active_axes(place.axes), axis=place.dim, tiled=True)
+                    copy = by_rows(copy) if options.grad_sync.deterministic else copy
                 usable.append(connect(copy, leaf, place if reduce_each else None, options))
         return jax.tree.unflatten(spec_structure(specs), usable)
 
@@ -68,6 +71,12 @@ def sharded(options: StrategyOptions, moves: Moves) -> Strategy:
     reduce = options.finish if reduce_each else options.finish_whole
     drops = gather_each and options.reshard_after_forward
     return Strategy(place, begin, gather, reduce, drops=drops, leafwise=reduce_each)
+
+
+def by_rows(whole: jax.Array) -> jax.Array:
+    """The array, in memory row by row. One that is gathered along another dim than 0 stays as the gather leaves it, and
+    a sum over it adds in that order."""
+    return with_layout_constraint(whole, Layout(tuple(range(whole.ndim))))
 
 
 def place_sharded(shapes: PyTree, specs: PyTree, mesh: AnyMesh, *, min_shard_bytes: int) -> PyTree:

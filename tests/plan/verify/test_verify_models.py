@@ -153,6 +153,7 @@ def test_a_block_that_reads_other_samples_is_found(mixes: bool) -> None:
         (["mine:loss_fn", "--example", "mine:e", "data.seq_len=8"], "data.seq_len=8: is no key of a layout"),
         (["mine:loss_fn", "--example", "mine:e", "mesh.fsdp=-1"], "mesh: has a -1; allowed: numbers of devices"),
         (["quickstart", "--example", "mine:e"], "--example: mine:e, but 'quickstart' is a configuration"),
+        (["math:sin", "--example", "math:cos"], "--example: math:cos: missing a required"),
         (["no_such"], "config: 'no_such' is neither a file nor a configuration"),
     ],
     ids=str,
