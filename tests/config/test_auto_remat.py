@@ -51,7 +51,8 @@ def test_an_assembled_step_knows_it_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "rows", "expected"), [(8, 512, "dots"), (8, 64, "dots"), (1, 512, "full"), (1, 64, "dots"), (1, 8, "none")]
+    ("gpus", "rows", "expected"),
+    [(8, 512, "dots"), (8, 64, "dots"), (1, 512, "full"), (1, 128, "dots"), (1, 64, "none")],
 )
 def test_what_fits_is_kept(
     gpus: int, rows: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.nn.context.positions import ContextSplit
@@ -147,7 +148,7 @@ def cudnn_attention(
         local_window_size=local,
         implementation="cudnn",
     )
-    context = context[:, : by_head.shape[1]].reshape(q_BSnGK.shape)
+    context = checkpoint_name(context[:, : by_head.shape[1]].reshape(q_BSnGK.shape), "attention.context")
     return _zeros_where_nothing_is_seen(context, seen_BT, causal=causal, window=window)
 
 

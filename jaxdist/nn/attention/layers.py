@@ -99,8 +99,7 @@ def _attend(layer: "Attention | CrossAttention", q: jax.Array, k: jax.Array, v: 
 
 
 def _projected(layer: "Attention | CrossAttention", context: jax.Array) -> jax.Array:
-    context = checkpoint_name(context.reshape(*context.shape[:2], -1), "attention.context")
-    return checkpoint_name(layer.out(context), "attention.out")
+    return checkpoint_name(layer.out(context.reshape(*context.shape[:2], -1)), "attention.out")
 
 
 def _attend_over_context(

@@ -45,8 +45,7 @@ def over_heads(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.
         )
     whole = (in_order(all_to_all(x, "context", split_dim=2, concat_dim=1), dim=1) for x in (q, k, v))
     heads = by_device(attend(*whole, split="heads"), dim=1)
-    found: jax.Array = all_to_all(heads, "context", split_dim=1, concat_dim=2)
-    return found
+    return checkpoint_name(all_to_all(heads, "context", split_dim=1, concat_dim=2), "attention.context")
 
 
 def over_queries(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

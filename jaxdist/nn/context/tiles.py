@@ -167,7 +167,7 @@ def one_tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> jax.Ar
     operation.
     """
     if casting.value:
-        return XLA_TILES.forward(q, k, v, mask).out.astype(v.dtype)
+        return checkpoint_name(XLA_TILES.forward(q, k, v, mask).out.astype(v.dtype), "attention.context")
     arrays = q, k, v, mask.unseen_BST, mask.kept_BhST
     axes = frozenset[str]().union(*(varying_axes(x) for x in arrays if x is not None))
     precision = jax.config.jax_default_matmul_precision  # of the caller: the backward pass is traced elsewhere
