@@ -99,7 +99,7 @@ def check_mesh(mesh: Any) -> None:
     if is_mesh and set(mesh.axis_names) == set(AXES) and set(mesh.axis_types) == {AxisType.Auto}:
         return
     names = f"axes {', '.join(map(str, mesh.axis_names))}" if is_mesh else ""
-    told = f"{max(kind.name for kind in mesh.axis_types)} {names}" if is_mesh else repr(mesh)
+    told = f"{' '.join(sorted({kind.name for kind in mesh.axis_types}))} {names}" if is_mesh else repr(mesh)
     sizes = dict(mesh.shape) if is_mesh else mesh if isinstance(mesh, dict) else {str(mesh): -1}
     own = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if axis in AXES and size != 1) or "fsdp=-1"
     raise UserError(f"mesh: {told}; allowed: what jaxdist.make_mesh makes, Auto axes; give jaxdist.make_mesh({own})")

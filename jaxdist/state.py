@@ -145,11 +145,11 @@ def updated(
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-            extra = {"shardings": shardings, "model_state": state.model_state}  # for those that take them
+            extra = {"shardings": shardings} | ({"model_state": state.model_state} if averaged else {})
             updates, opt_state = call_update(optimizer, grads, opt_state, params, **extra)
         return apply_updates(params, updates), opt_state
 
-    rest = state.opt_state
+    rest, averaged = state.opt_state, hasattr(state.opt_state, "model_state")
     if any(jax.typeof(leaf).memory_space != jax.memory.Space.Device for leaf in jax.tree.leaves(rest)):
         grads, rest = jax.lax.optimization_barrier((grads, rest))  # or XLA fetches it before there are gradients
     near = fetched(rest)  # and its new arrays go back afterwards
@@ -177,9 +177,10 @@ def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
     """Raise `UserError` for a state that is traced, without a guard, of another mesh, with leaves that have no layout,
     or with parameters not in `param_dtype`."""
     named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-    loose = {name for name, leaf in named.items() if not isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    kinds = NamedSharding if mesh.size > 1 else jax.sharding.Sharding  # on one device all are alike
+    loose = {name for name, leaf in named.items() if not isinstance(getattr(leaf, "sharding", None), kinds)}
     cast = {name for name, leaf in named.items() if name[:6] == "params" and getattr(leaf, "dtype", 0) != param_dtype}
-    if loose or cast or not state.guard or state.step.sharding.mesh != mesh:
+    if loose or cast or not state.guard or getattr(state.step.sharding, "mesh", None) != mesh:
         from jaxdist.config.wrong_calls import refuse_state, refuse_use
 
         if isinstance(state.step, jax.core.Tracer):

@@ -42,8 +42,8 @@ def why(error: Exception) -> str:
 def tell_in_one_line() -> None:
     """From now on a save that fails is told in the line of its `SaveFailed` alone, not in hundreds of tracebacks too.
 
-    Left out are, on process 0, which says that line, what orbax logs of `FAILURES`; and what writes report that were
-    under way when orbax gave up: its event loop is closed. Everything else is shown as before.
+    Left out are, on process 0, which says that line, the tracebacks of `FAILURES` that orbax logs, whose messages stay;
+    and what writes report that were under way when orbax gave up: its event loop is closed. All else is shown.
     """
     before = sys.unraisablehook
 
@@ -52,7 +52,7 @@ def tell_in_one_line() -> None:
             before(unraisable)
 
     sys.unraisablehook = hook
-    logging.getLogger("absl").addFilter(lambda record: not _is_of_failed_save(record))
+    logging.getLogger("absl").addFilter(_without_traceback)
 
 
 def _is_late_write(unraisable: Any) -> bool:
@@ -63,11 +63,13 @@ def _is_late_write(unraisable: Any) -> bool:
     return [frame.name for frame in frames] == ["call_soon_threadsafe", "_check_closed"]
 
 
-def _is_of_failed_save(record: logging.LogRecord) -> bool:
-    """Whether orbax logs a failure that it raises, too."""
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A filter for what orbax logs: a failure keeps its message, with the reason in one line, and no traceback."""
     error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
     orbax = f"{os.sep}orbax{os.sep}" in record.pathname
-    return orbax and isinstance(error, FAILURES) and jax.process_index() == 0
+    if orbax and isinstance(error, FAILURES) and jax.process_index() == 0:
+        record.msg, record.args, record.exc_info = f"{record.getMessage().splitlines()[0]:.200}: {why(error)}", (), None
+    return True
 
 
 def only_in(saved: Collection[str], asked: Collection[str]) -> str:
@@ -83,7 +85,7 @@ def only_in(saved: Collection[str], asked: Collection[str]) -> str:
     if name.partition(".")[0] == "model_state":
         mend = "give init_state (or state_target) a model_state= with the checkpoint's leaves, or none if it has none"
     if name.startswith("opt_state.model_state."):
-        mend = "older versions kept no average of a model_state; start another run"
+        mend = "an older version saved it, which kept no average of a model_state; leave ema out, or start another run"
     if average:
         mend = (
             f"train.ema must be the checkpoint's: {'give it a decay, such as 0.999' if checkpoint else 'leave it out'}"

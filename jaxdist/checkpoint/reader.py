@@ -105,9 +105,12 @@ class Stored:
         return array
 
     def model_state(self, *, ema: bool = False) -> PyTree:
-        """The model_state as lists and dicts of arrays; () where the state has none. ema: its average, by `with_ema`"""
-        place = self._tree.get("opt_state") if ema else self._tree
-        part = place.get("model_state", ()) if isinstance(place, dict) else ()
+        """The model_state as lists and dicts of arrays; () where the state has none.
+
+        ema: its average, by `with_ema`; the model_state itself where an older version kept no average of it.
+        """
+        ema = ema and "model_state" in self._tree["opt_state"]
+        part = (self._tree["opt_state"] if ema else self._tree).get("model_state", ())
         if not jax.tree.leaves(part):
             return ()
         nothing = jax.tree.map(lambda _: ocp.PLACEHOLDER, self._tree)

@@ -41,7 +41,7 @@ OPS = ("sum", "mean", *EXTREMA)
 
 def function_of(algorithm: str, operation: str) -> Callable[..., jax.Array]:
     """The algorithm's function for an operation; `UserError` naming those that have it."""
-    function = getattr(get_algorithm(algorithm), operation, None)
+    function = getattr(get_algorithm(algorithm), operation, None) if operation in Algorithm._fields else None
     if function is None:
         known = [name for name in registry.names(ALGORITHMS) if getattr(get_algorithm(name), operation, None)]
         hint = f"these have: {', '.join(known)}" if known else f"operations: {', '.join(Algorithm._fields[1:-1])}"

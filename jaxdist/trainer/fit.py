@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -171,9 +171,9 @@ def fit(
     plan = _plan(config, mesh, model, optimizer, options, state_target(source, optimizer, mesh, options, **layout))
     fresh = lambda: init_state(source, optimizer, mesh, options, **layout)  # noqa: E731
     eval_loss = eval_loss or getattr(model, "evaluation", None) or model
-    told: Any = (callbacks,) if callable(callbacks) else callbacks
-    check_argument("callbacks", told, isinstance(told, Sequence) and all(map(callable, told)))
-    given = _Given(data, eval_data, eval_loss, patience, tuple(told), averages=ema is not None)
+    told = tuple(callbacks) if isinstance(callbacks, Iterable) else (callbacks,)
+    check_argument("callbacks", callbacks, all(map(callable, told)))
+    given = _Given(data, eval_data, eval_loss, patience, told, averages=ema is not None)
     return _fit(plan, given, fresh, None if run_dir is None else str(run_dir))
 
 

@@ -161,7 +161,7 @@ def check_identity(
         "data": {"packing": "none", "documents": "join", "mixture": []},
         "train": {"ema": None},
     }
-    older["model"] = {"window": None, "rope_type": "default", "moe.experts": 0}  # of gpt
+    older["model"] = {"window": None, "rope_type": "default", "moe.experts": 0, "label_smoothing": 0.0}
     older["distill"] = dict.fromkeys(("teacher", *LEARNS))
     if saved.get("data", {}).get("source") == "tokens" and "token_dtype" in saved["data"]:
         older["data"]["dtype"] = saved["data"]["token_dtype"]

@@ -162,7 +162,7 @@ def test_running_statistics_are_averaged_too(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("meta", [{}, {"parallel": "mine", "model": "mine"}])
+@pytest.mark.parametrize("meta", [{}, {"parallel": "mine", "model": "mine", "precision": "bf16", "ending": 3}])
 def test_a_folder_of_a_loop_of_ones_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: dict[str, Any]
 ) -> None:
@@ -174,6 +174,7 @@ def test_a_folder_of_a_loop_of_ones_own(
     average(tmp_path / "own", tmp_path / "mean", last=2)
     (mean,) = open_steps(tmp_path / "mean")
     assert np.array_equal(mean.param("w"), np.full(3, 1.5))
+    assert {name: value for name, value in mean.meta.items() if name != "jaxdist"} == meta
 
 
 @pytest.mark.parametrize("tree", [{"layers": [1.0, (2.0, {"w": 3.0})]}, [1.0, 2.0], 1.0], ids=str)

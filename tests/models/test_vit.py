@@ -260,7 +260,9 @@ def test_bytes_are_scaled_and_other_images_refused() -> None:
     np.testing.assert_allclose(embed(image), embed((image / 127.5 - 1).astype(np.float32)), atol=1e-6)
     with pytest.raises(UserError, match=r"^vit: images are \[6, 7, 2\], and the model takes \[6, 6, 2\]; set model"):
         embed(image[:, :, [0, 0, 1, 2, 3, 4, 5]])
-    with pytest.raises(UserError, match=r"^image: its pixels are uint16; allowed: uint8, from 0 to 255, or floats"):
+    with pytest.raises(
+        UserError, match=r"^image: its pixels are uint16; allowed: uint8 or other integers from 0 to 255"
+    ):
         embed(image.astype(np.uint16))
 
 

@@ -14,6 +14,7 @@ from jaxprs import primitive_counts
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import make_mesh
+from jaxdist.nn.attention.kernels import attention
 from jaxdist.precision.autocast import autocast
 
 F64, F32, F16, BF16 = (np.dtype(jnp.dtype(name)) for name in ("float64", "float32", "float16", "bfloat16"))
@@ -102,6 +103,12 @@ def test_softmax_and_norms_run_in_fp32() -> None:
     for name in ("rsqrt", "reduce_sum", "reduce_max", "exp", "log"):
         assert found.pop(name) == {(F32, F32)}, name
     assert {kinds[-1] for kinds in found.pop("sub")} == {F32}
+
+
+def test_attention_over_many_keys_stays_in_the_range_of_fp16() -> None:
+    q, k, v = (jnp.full((1, 2048, 1, *more, 8), value) for more, value in (((1,), 0.0), ((), 0.0), ((), 40.0)))
+    attend = lambda *given: attention(*given, jax.random.key(0), dropout=0.0, causal=False)  # noqa: E731
+    np.testing.assert_allclose(autocast(attend, "float16")(q, k, v), 40.0, rtol=1e-3)
 
 
 def test_results_and_gradients_have_the_dtypes_of_the_function() -> None:

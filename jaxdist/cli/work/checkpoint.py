@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist.build import make_model, optimizer_of
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
-from jaxdist.checkpoint.block_order import without_order
+from jaxdist.checkpoint.block_order import settings_of_run, without_order
 from jaxdist.checkpoint.checksums import newer_format
 from jaxdist.checkpoint.huggingface.convert import check_model, export
 from jaxdist.checkpoint.huggingface.family import CONFIG
@@ -93,7 +93,7 @@ def export_as(stored: Stored, output: Path, arguments: Namespace) -> str:
 
 def _tokenizer_of(stored: Stored) -> tuple[Tokenizer | None, str]:
     """The tokenizer of a run's data; where it cannot be read any more, what to say of it."""
-    folder = stored.meta.get("config", {}).get(_TOKENIZER)
+    folder = settings_of_run(stored.meta).get("config", {}).get(_TOKENIZER)
     if folder in (None, "bytes"):
         return None, ""
     try:
@@ -175,7 +175,8 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
     newest = steps[-1]
     for other in steps[:-1]:
         _check_same(newest, other)
-    enable_x64(newest.meta.get("precision", {}).get("policy", "fp32"))
+    run = settings_of_run(newest.meta)
+    enable_x64(run.get("precision", {}).get("policy", "fp32"))
     means = {name: _mean(each.param(name) for each in steps) for name in newest.params()}
     rest = jax.tree.map(jnp.asarray, newest.rest())
     others = {"guard": rest["guard"]} if "guard" in rest else {}
@@ -188,7 +189,8 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
             like = rest["opt_state"]["model_state"]
             rest["opt_state"]["model_state"] = jax.tree.map(lambda old, new: new.astype(old.dtype), like, carried)
     state = TrainState(rest["step"], newest.tree_of(means), rest["opt_state"], **others, model_state=carried)
-    meta = {name: value for name, value in without_order(newest.meta).items() if name != "ending"}
+    meta = without_order(run) or newest.meta  # what a loop of one's own has written there stays
+    meta = {name: value for name, value in meta.items() if name != "ending" or "config" not in meta}
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, meta)
     if (run_dir / "config.yaml").exists():

@@ -151,6 +151,13 @@ def _backward(
 XLA_TILES = TileKernel(_forward, _backward)
 
 
+def _by_softmax(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> jax.Array:
+    """`one_tile` without a rule of its own for the backward pass. The weights are divided before they are multiplied:
+    a sum over undivided ones may leave the range of fp16."""
+    weights = _dropped(jax.nn.softmax(_scores(_rows(q), k, mask, q.shape[1]), axis=-1), mask)
+    return _unfolded(einsum_fp32("BnRT,BTnK->BnRK", weights.astype(v.dtype), v), q.shape[1]).astype(v.dtype)
+
+
 def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both, with the names by which `memory.remat` keeps them. Where one is kept, the backward pass does not attend
     again."""
@@ -164,10 +171,11 @@ def one_tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> jax.Ar
 
     So it keeps the result and its lse, no array of S times T numbers but what is in the mask. They have the names
     attention.context and `ATTENTION_RESULT`, as those of a ring. Under autocast (O1) it is differentiated operation by
-    operation.
+    operation. Like all functions with a `jax.custom_vjp` it has derivatives by `jax.grad`, and none by `jax.jvp`. A
+    query that sees no key gets the mean of the values, whose gradient is not computed: see `attention`.
     """
     if casting.value:
-        return checkpoint_name(XLA_TILES.forward(q, k, v, mask).out.astype(v.dtype), "attention.context")
+        return checkpoint_name(_by_softmax(q, k, v, mask), "attention.context")
     arrays = q, k, v, mask.unseen_BST, mask.kept_BhST
     axes = frozenset[str]().union(*(varying_axes(x) for x in arrays if x is not None))
     precision = jax.config.jax_default_matmul_precision  # of the caller: the backward pass is traced elsewhere

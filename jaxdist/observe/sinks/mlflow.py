@@ -108,13 +108,13 @@ class MLflow:
         from mlflow.entities import Param, RunTag
 
         known, mine = self._client.get_run(run).data, flat(yaml.safe_load(config) or {})
-        settings = [Param(key, str(value)) for key, value in mine.items() if not known.params]
+        settings = [Param(key, str(value)) for key, value in mine.items() if key not in known.params]
         for first in range(0, len(settings), PARAMETERS):
             self._client.log_batch(run, params=settings[first : first + PARAMETERS])
         tags = [
             RunTag(f"{RESUMED}{key}", str(value))
             for key, value in mine.items()
-            if known.params and str(value) != known.tags.get(f"{RESUMED}{key}", known.params.get(key))
+            if key in known.params and str(value) != known.tags.get(f"{RESUMED}{key}", known.params[key])
         ]
         for first in range(0, len(tags), PARAMETERS):
             self._client.log_batch(run, tags=tags[first : first + PARAMETERS])
