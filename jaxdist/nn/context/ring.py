@@ -42,8 +42,8 @@ from jaxdist.nn.context.tiles import (
     Tokens,
     WholeResult,
     merged,
-    named,
     unseen_pairs,
+    with_names,
 )
 
 TILES: dict[str, TileKernel] = {"xla": XLA_TILES, "cudnn": CUDNN_TILES}
@@ -72,7 +72,7 @@ def ring_attention(
 ) -> jax.Array:
     """Causal attention of this device's queries [B, s, n, G, K] over all keys and values, [B, s, n, K] here.
 
-    The result and its lse have names (`tiles.named`): where one is kept, the backward pass does not run the ring of the
+    The result and its lse have names (`with_names`): where one is kept, the backward pass does not run the ring of the
     forward pass again.
 
     starts_BS: the position at which each token's document starts, of the whole sequence [B, S]; None: a row is one.
@@ -205,7 +205,7 @@ def _forward(
         sure, other = (tile(q_t, k_t, v_t, mask) for q_t, (k_t, v_t), mask in tiles)
         halves = _added(before, halves, sure, other)
     out, lse = (jnp.concatenate(both, axis=1) for both in zip(*halves, strict=True))
-    out, lse = named(out.astype(q.dtype), lse)
+    out, lse = with_names(out.astype(q.dtype), lse)
     return out, (q, k, v, starts_BS, keys_B, out, lse)
 
 

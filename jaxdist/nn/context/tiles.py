@@ -158,7 +158,7 @@ def _by_softmax(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> jax
     return _unfolded(einsum_fp32("BnRT,BTnK->BnRK", weights.astype(v.dtype), v), q.shape[1]).astype(v.dtype)
 
 
-def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def with_names(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both, with the names by which `memory.remat` keeps them. Where one is kept, the backward pass does not attend
     again."""
     for name in ("attention.context", ATTENTION_RESULT):
@@ -194,7 +194,7 @@ def _one_tile_forward(
 ) -> tuple[jax.Array, Any]:
     causal, dropout, _ = given
     found = XLA_TILES.forward(q, k, v, TileMask(causal, unseen, kept, dropout))
-    out, lse = named(found.out.astype(v.dtype), found.lse)
+    out, lse = with_names(found.out.astype(v.dtype), found.lse)
     return out, (q, k, v, unseen, kept, out, lse)
 
 
