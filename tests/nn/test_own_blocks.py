@@ -321,7 +321,7 @@ def test_stock_layers_take_the_memory_of_jaxdists_own(examples: dict[str, Module
         with jax.numpy_dtype_promotion("standard"):
             memory = step.lower(state, batch).compile().memory_analysis()
         taken.append(memory.alias_size_in_bytes + memory.temp_size_in_bytes)
-    assert taken[0] < 1.1 * taken[1]
+    assert taken[0] < 1.15 * taken[1]  # whose attention keeps no scores
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.nn import embedding
-from jaxdist.nn.attention import kernels as attention
+from jaxdist.nn.context import tiles
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
@@ -78,7 +78,7 @@ def test_gradients_are_as_near_to_those_of_float64(config: ModelConfig, monkeypa
         return jax.tree.map(oracle.error, jax.device_get(step(state, random_tokens(32))[1]["grads"]), want)
 
     now = errors()
-    for module in (attention, embedding):
+    for module in (tiles, embedding):
         monkeypatch.setattr(module, "einsum_fp32", plain_einsum)
     before = errors()
     old = jax.tree.leaves(before)
