@@ -231,7 +231,7 @@ def test_with_full_remat_no_mask_of_dropout_is_kept() -> None:
 @pytest.mark.parametrize("strategy", others_slow(["ddp", "zero3"], "ddp"))
 def test_without_remat_everything_is_kept_of_one_microbatch(strategy: str) -> None:
     found = [kept(f"parallel.strategy={strategy}", f"parallel.microbatches={count}")["activations"] for count in (1, 2)]
-    assert found[0] == 2 * found[1] > 20 * 4 * INPUT * 4
+    assert found[0] == 2 * found[1] > 17 * 4 * INPUT * 4
     assert found[0] == 2 * kept(f"parallel.strategy={strategy}", "mesh.data=4")["activations"]
 
 
@@ -305,7 +305,8 @@ def test_a_carry_comes_from_all_that_goes_into_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_temporary_memory_grows_by_what_a_block_keeps(strategy: str) -> None:
-    """Compiled: what is kept, and gradients, to the byte: no residual is shared or dropped."""
+    """What is kept, and gradients, to the byte: no residual is shared or dropped. Compiled, there is a little more:
+    copies in other layouts, of queries and keys from which attention computes its scores again."""
     sizes = []
     for layers in (4, 8):
         found = explain(configured(*LLAMA, f"parallel.strategy={strategy}", f"model.layers={layers}"), compiled=True)
@@ -314,7 +315,7 @@ def test_temporary_memory_grows_by_what_a_block_keeps(strategy: str) -> None:
             (temporary, estimated, found.memory["gradients"] + sum(each.bytes_per_device for each in found.activations))
         )
     compiled, estimated, kept = (large - small for small, large in zip(*sizes, strict=True))
-    assert compiled == estimated == kept
+    assert estimated == kept <= compiled <= 1.03 * kept
 
 
 def collective(op: str, **fields: Any) -> Collective:
