@@ -40,7 +40,7 @@ def why(error: Exception) -> str:
 
 @functools.cache  # once
 def tell_in_one_line() -> None:
-    """From now on a save that fails is told in the line of its `SaveFailed` alone, not in hundreds of tracebacks too.
+    """From now on a save that fails is told by the line of its `SaveFailed`, without hundreds of tracebacks beside it.
 
     Left out are, on process 0, which says that line, the tracebacks of `FAILURES` that orbax logs, whose messages stay;
     and what writes report that were under way when orbax gave up: its event loop is closed. All else is shown.

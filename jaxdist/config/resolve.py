@@ -50,18 +50,19 @@ def unused_gpus(root: Path = Path("/")) -> str | None:
 
     root: the folder that has dev/ and proc/.
     """
-    if not has_gpus(root) or _plugins():
+    if not has_gpus(root) or gpu_plugins():
         return None
     return f"NVIDIA GPUs are here, but jax has no CUDA plugin and uses the CPU; {INSTALL_CUDA}"
 
 
-def _plugins() -> list[str]:
+def gpu_plugins() -> list[str]:
+    """The plugins for GPUs that jax has here."""
     return [name for name in GPU_PLUGINS if importlib.util.find_spec(name) is not None]
 
 
 def only_cpus(environ: Mapping[str, str]) -> bool:
     """Whether jax will use no GPU in this environment, as far as that is known before it starts."""
-    return environ.get("JAX_PLATFORMS") == "cpu" or not _plugins()
+    return environ.get("JAX_PLATFORMS") == "cpu" or not gpu_plugins()
 
 
 def resolve_mesh(mesh: MeshConfig, device_count: int, fit: str, *, simulated: bool = False) -> MeshConfig:
@@ -145,7 +146,7 @@ def known_devices(devices: DevicesConfig) -> int | None:
 
     platform "gpu" without a plugin for one is a `UserError`; so is a process count in the environment that is no count.
     """
-    plugins = _plugins()
+    plugins = gpu_plugins()
     if devices.platform == "gpu" and not plugins:
         raise UserError(
             f"devices.platform: 'gpu' needs a GPU plugin of jax and none is installed; {INSTALL_CUDA}, or use"

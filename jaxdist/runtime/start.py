@@ -1,7 +1,6 @@
 """From a configuration to running devices: platform, simulated devices, joining a multi-process job, the true mesh."""
 
 import contextlib
-import importlib.util
 import math
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxdist.config.checks import check_layout
-from jaxdist.config.resolve import GPU_PLUGINS, INSTALL_CUDA, only_cpus, resolve_mesh, unused_gpus
+from jaxdist.config.resolve import INSTALL_CUDA, gpu_plugins, only_cpus, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
 from jaxdist.precision.float8_devices import check_float8
@@ -137,8 +136,7 @@ def count_devices(devices: DevicesConfig, *, key: str = "devices.platform") -> i
         if devices.platform != "gpu" and not named:
             raise
     if devices.platform == "gpu":
-        plugin = any(importlib.util.find_spec(name) is not None for name in GPU_PLUGINS)
-        mend = "mend its driver (see nvidia-smi) or CUDA_VISIBLE_DEVICES" if plugin else INSTALL_CUDA
+        mend = "mend its driver (see nvidia-smi) or CUDA_VISIBLE_DEVICES" if gpu_plugins() else INSTALL_CUDA
         raise UserError(f"{key}: 'gpu', but JAX cannot use one ({reason}); allowed: auto or cpu; for a GPU {mend}")
     raise UserError(
         f"JAX_PLATFORMS: {named!r} in the environment, but JAX cannot use it ({reason}); allowed: cpu, cuda where there"

@@ -172,7 +172,7 @@ def one_tile(q: jax.Array, k: jax.Array, v: jax.Array, mask: TileMask) -> jax.Ar
     So it keeps the result and its lse, no array of S times T numbers but what is in the mask. They have the names
     attention.context and `ATTENTION_RESULT`, as those of a ring. Under autocast (O1) it is differentiated operation by
     operation. Like all functions with a `jax.custom_vjp` it has derivatives by `jax.grad`, and none by `jax.jvp`. A
-    query that sees no key gets the mean of the values, whose gradient is not computed: see `attention`.
+    query that sees no key gets the mean of the values, and gradients that are too large: callers give it zeros.
     """
     if casting.value:
         return checkpoint_name(_by_softmax(q, k, v, mask), "attention.context")
