@@ -1,5 +1,6 @@
 """Threads of a save that leave the processor to the training that goes on meanwhile."""
 
+import functools
 import os
 import sys
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _WRITERS = b"ts_pool_worker"  # tensorstore's name for its threads
 _TASKS = Path("/proc/self/task")
@@ -42,23 +44,32 @@ def writers_step_back() -> threading.Thread:
     as it needs them. Threads that they start inherit it."""
 
     def watch() -> None:
-        for _ in range(10):  # each look reads the name of every thread of the process
-            time.sleep(0.1)
+        for _ in range(11):  # each look reads the name of every thread of the process
             _writers_step_back()
+            time.sleep(0.1)
 
-    _writers_step_back()
     thread = threading.Thread(target=watch, name="jaxdist-writers", daemon=True)
     thread.start()
     return thread
 
 
+@functools.lru_cache(maxsize=8)
+def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Any:
+    """One program for all arrays: it copies them on all cores at once."""
+    return jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves], out_shardings=[*shardings])
+
+
 def own_copy(tree: Any) -> Any:
     """A copy of the arrays that are on CPUs. On other devices a save makes a copy itself. On CPUs it reads the arrays'
     own buffers, and the next train step would have to copy them all instead of working in place."""
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or next(iter(leaf.devices())).platform != "cpu":
-            return leaf
-        return jax.device_put(leaf, leaf.sharding, may_alias=False)
-
-    return jax.tree.map(one, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    of_devices: dict[frozenset[jax.Device], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform == "cpu":
+            of_devices.setdefault(frozenset(leaf.devices()), []).append(i)
+    for places in of_devices.values():
+        found = [leaves[i] for i in places]
+        copies = _copier(tuple(leaf.sharding for leaf in found))(found)
+        for i, copy in zip(places, copies, strict=True):
+            leaves[i] = copy
+    return jax.tree.unflatten(treedef, leaves)

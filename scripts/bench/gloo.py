@@ -9,7 +9,8 @@ stay; in a round each trains in its turn while the others wait. Given are median
 
 With --rate each process is on a virtual host behind a link of that rate (`jaxdist lab`), as root, and contenders train
 one after the other: --processes 3 --size links --rate 100mbit. jaxdist-ddp-ring and jaxdist-ddp-ring-int8 sum gradients
-by parallel.grad_sync.algorithm=ring, and wire_dtype=int8; so do all other algorithms, and -bfloat16.
+by parallel.grad_sync.algorithm=ring, and wire_dtype=int8; so do all other algorithms, and -bfloat16. -2mb behind such a
+name sets bucket_mb=2: gradients of a block are sent while those of the block before are computed.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from jaxdist.runtime.network.addresses import free_port
 RANK = Path(__file__).parent / "harness" / "gloo_rank.py"
 CONTENDERS = "jaxdist-ddp,torch-ddp,torch-ddp-compiled,jaxdist-zero3,torch-fsdp2"
 KNOWN = (*CONTENDERS.split(","), "torch-fsdp2-compiled")
-ALGORITHM = re.compile(rf"jaxdist-ddp-({'|'.join(registry.names(ALGORITHMS))})(-bfloat16|-int8)?")
+ALGORITHM = re.compile(rf"jaxdist-ddp-({'|'.join(registry.names(ALGORITHMS))})(-bfloat16|-int8)?(-[1-9][0-9]*mb)?")
 ON_HOST = 'printf "%s" "$0" | exec "$@" "$HOST_INDEX" "$HOST_COUNT" "$JAX_COORDINATOR_ADDRESS"'
 WARM = 2  # rounds that are not counted
 AGREE = 1e-5  # first losses, relative

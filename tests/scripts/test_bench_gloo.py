@@ -34,7 +34,7 @@ def test_two_processes_of_each_take_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(unavailable() is not None, reason="no virtual hosts here")
 def test_virtual_hosts_train_one_after_the_other(tmp_path: Path) -> None:
-    out, names = tmp_path / "gloo.json", ["jaxdist-ddp", "jaxdist-ddp-ring-int8"]
+    out, names = tmp_path / "gloo.json", ["jaxdist-ddp", "jaxdist-ddp-ring-int8-1mb"]
     hosts = ("--processes", "2", "--size", "toy", "--rate", "200mbit", "--rounds", "2", "--steps", "1")
     done = run(*hosts, "--contenders", ",".join(names), "--json", str(out))
     assert done.returncode == 0, done.stderr

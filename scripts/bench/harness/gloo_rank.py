@@ -4,7 +4,7 @@
 
 It reads numbers of steps, a line each, and answers each with {"seconds", "loss"} once all of them are done; seconds are
 those of a step. CONTENDER: jaxdist-ddp, jaxdist-zero3, torch-ddp, torch-fsdp2, and the last two with -compiled behind;
-jaxdist-ddp-ALGORITHM and jaxdist-ddp-ALGORITHM-WIRE, as -ring and -ring-int8 (parallel.grad_sync).
+jaxdist-ddp-ALGORITHM[-WIRE][-SIZEmb], as -ring, -ring-int8 and -ring-2mb (parallel.grad_sync).
 """
 
 import json
@@ -28,6 +28,7 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, address: str) -> St
     from jax.sharding import NamedSharding
 
     from harness.task import BETAS, CLIP, DECAY, EPS, LR, make_task
+    from jaxdist.config.rules.grad_sync import WIRE_DTYPES
     from jaxdist.config.schema import ParallelConfig
     from jaxdist.config.sections.grad_sync import GradSync
     from jaxdist.init import state_target
@@ -38,9 +39,11 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, address: str) -> St
     from jaxdist.step import make_train_step
 
     task = make_task(size, gpu=False, precision="fp32")
-    strategy, algorithm, wire = (*kind.split("-"), "", "")[:3]
+    strategy, *names = kind.split("-")
     mesh = make_mesh(data=processes) if strategy == "ddp" else make_mesh(fsdp=processes)
-    sync = GradSync(algorithm=algorithm or "native", wire_dtype=wire or None)
+    wires = [name for name in names if name in WIRE_DTYPES]
+    buckets = [float(name.removesuffix("mb")) for name in names if name.endswith("mb")]
+    sync = GradSync((*names, "native")[0], *buckets[:1], wire_dtype=(*wires, None)[0])
     model = gpt(size.model.replace(loss_chunk=0, scan_blocks=0), max_length=size.length)
     tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
     least = ParallelConfig().min_shard_bytes
