@@ -43,7 +43,7 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, address: str) -> St
     mesh = make_mesh(data=processes) if strategy == "ddp" else make_mesh(fsdp=processes)
     wires = [name for name in names if name in WIRE_DTYPES]
     buckets = [float(name.removesuffix("mb")) for name in names if name.endswith("mb")]
-    sync = GradSync((*names, "native")[0], *buckets[:1], wire_dtype=(*wires, None)[0])
+    sync = GradSync((*names, "native")[0], (*buckets, GradSync().bucket_mb)[0], (*wires, None)[0])
     model = gpt(size.model.replace(loss_chunk=0, scan_blocks=0), max_length=size.length)
     tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
     least = ParallelConfig().min_shard_bytes
