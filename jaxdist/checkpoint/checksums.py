@@ -6,6 +6,7 @@ Orbax has no checksum on array data: a flipped bit is restored without a word. T
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -112,6 +113,12 @@ def record_of(folder: Path) -> dict[str, Any] | None:
         return None
     own = found.get(RECORD, {}) if isinstance(found, dict) else None
     return own if isinstance(own, dict) else None
+
+
+def loss_of(folder: Path) -> float:
+    """The evaluation loss with which a step was saved; NaN where there was none."""
+    loss = (record_of(folder) or {}).get("loss")
+    return float(loss) if isinstance(loss, int | float) else math.nan
 
 
 def newer_format(folder: Path) -> int | None:

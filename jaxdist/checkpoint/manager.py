@@ -33,7 +33,7 @@ from jaxdist.checkpoint.checksums import (
     Landed,
     SealedFolder,
     check_files,
-    record_of,
+    loss_of,
 )
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, tell_in_one_line, why
 from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
@@ -90,8 +90,7 @@ class Checkpoints:
         self._is_finite = jax.jit(tree_is_finite)
         self._manager = self._open()
         for step in self._manager.all_steps():
-            loss = (record_of(self._folder / str(step)) or {}).get("loss")
-            self._retention.losses[step] = float(loss) if isinstance(loss, int | float) else math.nan
+            self._retention.losses[step] = loss_of(self._folder / str(step))
         self.under_way: int | None = None  # the step of a save that was not waited for; the same on every process
         self._ahead: tuple[int, Future[Integrity]] | None = None
         self._closing = Event()

@@ -10,8 +10,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
-from jaxdist.checkpoint.checksums import verify
+from jaxdist.checkpoint.checksums import loss_of, verify
 from jaxdist.checkpoint.errors import reading
+from jaxdist.checkpoint.retention import best_first
+from jaxdist.config.arguments import BEST
 from jaxdist.errors import UserError
 from jaxdist.optim.ema import EMA_STATES
 from jaxdist.parallel.pipeline.stages import rows_of_blocks
@@ -37,10 +39,21 @@ def step_folders(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), path.name))
 
 
-def open_steps(run_dir: Path, *, last: int = 1, step: int | None = None) -> list["Stored"]:
-    """The newest `last` complete steps of `step_folders`, oldest first; or the one `step`. Raises `UserError` where
-    they are not there."""
+def open_steps(run_dir: Path, *, last: int = 1, step: int | str | None = None) -> list["Stored"]:
+    """Complete steps of `step_folders`. Raises `UserError` where they are not there.
+
+    last: without `step`, how many of the newest, oldest first.
+    step: one alone: its number, or `BEST` for the one with the least evaluation loss.
+    """
     complete = [path for path in step_folders(run_dir) if is_complete(path)]
+    if step == BEST:
+        judged = best_first({int(path.name): loss_of(path) for path in complete})
+        if not judged:
+            raise UserError(
+                f"--step: {BEST}, but no complete step in {run_dir} was saved with an evaluation's loss; allowed: its"
+                " number. Set train.eval_every, or give `Checkpoints.save` the loss"
+            )
+        step = judged[0]
     chosen = complete[-last:] if step is None else [path for path in complete if path.name == str(step)]
     if not chosen or (step is None and len(chosen) < last):
         wanted = f"--last: {last}" if step is None else f"--step: {step}"

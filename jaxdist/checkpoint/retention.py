@@ -4,7 +4,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,12 @@ def no_room(folder: Path) -> OSError | None:
     finally:
         shutil.rmtree(probe, ignore_errors=True)
     return None
+
+
+def best_first(losses: Mapping[int, float]) -> list[int]:
+    """Steps by their evaluation loss, the least first; of equal ones the later. Those without one are left out."""
+    judged = [step for step, loss in losses.items() if math.isfinite(loss)]
+    return sorted(judged, key=lambda step: (losses[step], -step))
 
 
 @dataclass(frozen=True)
@@ -81,5 +87,4 @@ class Retention:
         kept = set(sorted(steps)[-max(self.keep, FEWEST) :])
         if self.keep_every:
             kept |= {step for step in steps if step % self.keep_every == 0}
-        judged = [step for step in steps if math.isfinite(self.losses.get(step, math.nan))]
-        return kept | set(sorted(judged, key=lambda step: (self.losses[step], -step))[: self.keep_best])
+        return kept | set(best_first({step: self.losses.get(step, math.nan) for step in steps})[: self.keep_best])

@@ -33,6 +33,17 @@ def numeric(kind: type, **limits: Any) -> Callable[[str], Any]:
 
 
 COUNT = numeric(int, at_least=1)
+BEST = "best"
+
+
+def step_of_run(text: str) -> int | str:
+    """The type of an option that names a checkpoint: its step, or `BEST`."""
+    if text == BEST:
+        return text
+    try:
+        return int(numeric(int, at_least=0)(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or {BEST}") from None
 
 
 def output_file(text: str) -> Path:

@@ -20,6 +20,7 @@ import pytest
 from pages import on_page
 
 from jaxdist.checkpoint import Checkpoints, SaveFailed, barrier, checksums
+from jaxdist.checkpoint.reader import open_steps
 from jaxdist.checkpoint.retention import Retention
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
@@ -377,7 +378,8 @@ def test_a_run_resumes_before_the_damage(
     data.write_bytes(bytes(data.stat().st_size))
     capsys.readouterr()
     assert run(tmp_path) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
+    assert line.startswith("warning: ")
     assert f"checkpoint of step 6 is damaged: {data.relative_to(tmp_path / 'checkpoints' / '6')} changed" in line
     assert steps_in(tmp_path / "checkpoints") == ["2", "4", "6", "6.damaged"]
     after = read_metrics(tmp_path / "metrics.jsonl")
@@ -422,6 +424,16 @@ def test_kept_on_the_disk_and_after_a_restart(tmp_path: Path) -> None:
             for step in part:
                 checkpoints.save(step, state, {}, loss=losses[step])
     assert steps_in(tmp_path) == ["2", "4", "6", "7"]
+    assert [stored.step for stored in open_steps(tmp_path, step="best")] == [2]
+    for name in ("2", "4", "6"):
+        shutil.rmtree(tmp_path / name)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(8, state, {}, loss=1.8)
+        checkpoints.save(9, state, {})
+    assert [stored.step for stored in open_steps(tmp_path, step="best")] == [8], "of equal ones the later"
+    shutil.rmtree(tmp_path / "8")
+    with pytest.raises(UserError, match="^--step: best, but no complete step in .* was saved with an evaluation"):
+        open_steps(tmp_path, step="best")
 
 
 @pytest.mark.slow

@@ -137,6 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over(made: Path, tmp_path: Path, say: An
         (["train.steps=3"], "the following arguments are required: RUN_DIR"),
         (["no/such/run"], "RUN_DIR: 'no/such/run' is no folder; allowed: the directory of a run of jaxdist train"),
         (["RUN", "--step", "3"], "--step: 3, but the complete steps in RUN are: 2, 4"),
+        (["RUN", "--step", "last"], "--step: 'last'; allowed: an integer >= 0, or best"),
         (["RUN", "model.width=32"], "model.width: 32, but the model in RUN was trained with 16; leave the key out"),
         (["RUN", "optimizer.lora.rank=2"], "optimizer.lora.rank: 2, but the model in RUN was trained with 0; leave"),
         (["RUN", "data.seq_len=32"], "RUN_DIR: the average of step 4 of RUN does not fit this model: embed.positions"),

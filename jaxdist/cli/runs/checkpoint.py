@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdist.config.arguments import COUNT, numeric, output_folder
+from jaxdist.config.arguments import COUNT, output_folder, step_of_run
 from jaxdist.config.load import load_config
 from jaxdist.config.shipped import find_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
@@ -34,7 +34,10 @@ def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
             "--output", required=True, metavar="DIR", type=output_folder, help="a new folder"
         )
     commands.choices["export"].add_argument(
-        "--step", type=numeric(int, at_least=0), metavar="N", help="the newest if left out"
+        "--step",
+        type=step_of_run,
+        metavar="N",
+        help="a number, or best: the least evaluation loss; default: the newest",
     )
     text = "rows of the vocabulary that are no padding"
     commands.choices["export"].add_argument("--vocab", type=COUNT, metavar="N", help=text)

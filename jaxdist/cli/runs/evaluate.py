@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from jaxdist.config.arguments import numeric, output_file
+from jaxdist.config.arguments import output_file, step_of_run
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.config.shipped import with_examples
@@ -46,8 +46,8 @@ def main(argv: Sequence[str], prog: str = "jaxdist eval") -> int:
     )
     text = "a run of jaxdist train; then settings on top of its own: mesh, data, train.eval_batches, precision"
     parser.add_argument("words", nargs="*", metavar="RUN_DIR [section.key=value ...]", help=text)
-    step, text = numeric(int, at_least=0), "which checkpoint; default: the newest that is intact"
-    parser.add_argument("--step", type=step, metavar="N", help=text)
+    text = "which checkpoint: its number, or best for the least evaluation loss; default: the newest that is intact"
+    parser.add_argument("--step", type=step_of_run, metavar="N", help=text)
     parser.add_argument("--all", action="store_true", help="all held-out batches, whatever train.eval_batches says")
     parser.add_argument("--raw", action="store_true", help="the parameters of a run with train.ema, not their average")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="the metrics, and what was evaluated")

@@ -62,7 +62,7 @@ def forward_plan(config: Config, *, everything: bool) -> RunPlan:
     return RunPlan(alone, mesh, load_data(alone), assemble(alone, mesh))
 
 
-def chosen_step(run_dir: Path, step: int | None) -> Path:
+def chosen_step(run_dir: Path, step: int | str | None) -> Path:
     """The folder of the checkpoint to evaluate: `step`, or the newest that is intact."""
 
     def find() -> str:
