@@ -1,6 +1,8 @@
 """What calls of `Checkpoints` are given, each checked before anything is read or written."""
 
 import operator
+import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist.checkpoint.checksums import TEMPORARY
+from jaxdist.checkpoint.retention import PROBE
 from jaxdist.errors import UserError
 from jaxdist.files.user_path import user_path
+from jaxdist.processes import done_by_first, from_all
 from jaxdist.state import TrainState
+
+_VISIBLE_S = 10.0  # how long a network file system may take to show a new folder to other hosts
 
 
 def folder_of_user(given: str | Path) -> Path:
@@ -19,6 +26,32 @@ def folder_of_user(given: str | Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
     return folder.absolute()
+
+
+def check_shared(folder: Path) -> None:
+    """Raise `UserError`, on all processes, where some do not see the folder of process 0: saves would land without
+    their shards. Every process must call it, once the folder is there."""
+    if jax.process_count() == 1:
+        return
+
+    def make() -> list[str]:
+        probe = folder / f"{PROBE}{TEMPORARY}-{secrets.token_hex(8)}"  # a new name, which no cache has missed before
+        probe.mkdir()
+        return [str(folder), probe.name]
+
+    where, name = done_by_first(make)
+    limit = time.monotonic() + _VISIBLE_S
+    while not (seen := (folder / name).is_dir()) and time.monotonic() < limit:
+        time.sleep(0.1)
+    others = [(rank, own) for rank, (saw, own) in enumerate(from_all((seen, str(folder)))) if not saw]
+    if jax.process_index() == 0:
+        (folder / name).rmdir()
+    if others:
+        raise UserError(
+            f"checkpoints: rank {others[0][0]} does not see what rank 0 has made in {where} (its own folder is"
+            f" {others[0][1]}); allowed: one folder for all processes; give one on storage that all hosts share, as"
+            " --run-dir with an absolute path"
+        )
 
 
 def whole_state(state: Any, name: str) -> TrainState:

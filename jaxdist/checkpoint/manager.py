@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.checkpoint.arguments import check_save, folder_of_step, folder_of_user, whole_state
+from jaxdist.checkpoint.arguments import check_save, check_shared, folder_of_step, folder_of_user, whole_state
 from jaxdist.checkpoint.background import own_copy, writers_step_back
 from jaxdist.checkpoint.barrier import Entered, SaveBarrier, not_watched, share_failures
 from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
@@ -89,6 +89,7 @@ class Checkpoints:
         self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier(entered)
         self._is_finite = jax.jit(tree_is_finite)
         self._manager = self._open()
+        check_shared(self._folder)
         for step in self._manager.all_steps():
             self._retention.losses[step] = loss_of(self._folder / str(step))
         self.under_way: int | None = None  # the step of a save that was not waited for; the same on every process

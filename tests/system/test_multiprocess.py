@@ -1,6 +1,7 @@
 """The command line in processes of its own: two of four simulated devices train like one of eight; signals, errors."""
 
 import json
+import shutil
 import signal
 import socket
 import time
@@ -188,6 +189,23 @@ def test_the_directory_of_two_processes_is_moved(processes: Processes) -> None:
     assert processes.wait(30) == [75, 75], processes.logs()
     assert [path.name for path in (new / "checkpoints").iterdir()] == [str(len(losses(new)))] and not old.exists()
     assert f"warning: the run directory was moved from run to {new}\n" in processes.out(0)
+
+
+@pytest.mark.slow
+def test_each_process_has_a_run_directory_of_its_own(processes: Processes) -> None:
+    """As on hosts that share no storage: said before the first step, not by checkpoints without their shards."""
+    port = free_port()
+    for rank in (0, 1):
+        here = processes.folder / f"host{rank}"
+        here.mkdir()
+        for name in ("tiny.yaml", "text.py"):
+            shutil.copy(processes.folder / name, here)
+        processes.add([*SCRIPT, "--run-dir", "run"], torchrun(port, rank), here)
+    assert processes.wait(90) == [2, 2], processes.logs()
+    first, second = (processes.folder / f"host{rank}" / "run" / "checkpoints" for rank in (0, 1))
+    line = f"error: checkpoints: rank 1 does not see what rank 0 has made in {first} (its own folder is {second}); "
+    assert all(processes.err(rank).startswith(line) for rank in (0, 1)), processes.logs()
+    assert not first.exists() and not second.exists()
 
 
 @pytest.mark.slow
