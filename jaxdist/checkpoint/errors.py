@@ -100,5 +100,9 @@ def reading(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{what} cannot be read: {why(error)}; use another one") from error
+    except Exception as error:
+        # Orbax hides tensorstore's error, as of a shard that is missing, behind a bare Exception.
+        found = error.__cause__ if type(error) is Exception else error
+        if not isinstance(found, OSError | ValueError | KeyError | TypeError):
+            raise
+        raise UserError(f"{what} cannot be read: {why(found)}; use another one") from error

@@ -24,6 +24,7 @@ from pages import on_page
 
 from jaxdist.checkpoint import Checkpoints, checksums, manager
 from jaxdist.checkpoint.checksums import CHECKSUMS, Cancelled, check_files, record_of, seal
+from jaxdist.checkpoint.errors import reading
 from jaxdist.errors import UserError
 from jaxdist.state import TrainState
 
@@ -361,3 +362,13 @@ def test_killed_around_the_checksums(when: str, tmp_path: Path) -> None:
         state = TrainState(jnp.int32(2), {"w": jnp.full(8, 2)}, ())
         checkpoints.save(2, state, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"], "the half is gone"
+
+
+def test_what_hides_behind_orbax_s_bare_exception() -> None:
+    """As a shard that is missing. What has another cause is no damage."""
+    said = "^step 3 cannot be read: ValueError: NOT_FOUND: chunk; use another one$"
+    with pytest.raises(UserError, match=said), reading("step 3"):
+        raise Exception("while reading") from ValueError("NOT_FOUND: chunk")
+    with pytest.raises(Exception, match="^while reading$") as raised, reading("step 3"):
+        raise Exception("while reading") from RuntimeError("no memory")
+    assert raised.type is Exception
