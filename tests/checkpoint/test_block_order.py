@@ -125,6 +125,8 @@ def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) ->
         "data": {"sha256": "ab"},
         "parallel": {"chunks": parallel.get("chunks", 1), "stages": list(parallel.get("stages", ()))},
         "mesh": {"pipe": sizes["pipe"]} if parallel.get("chunks") else {},
+        "train": {},
+        "optimizer": {},
     }
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(state, parts), meta)
@@ -137,7 +139,7 @@ def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) ->
     average(tmp_path, tmp_path / "mean", last=1)
     with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1, order=now.order) as checkpoints:
         assert_same(checkpoints.restore(3, now.target), laid_out(state, now))
-        assert checkpoints.meta(3) == {key: meta[key] for key in ("model", "data")}
+        assert checkpoints.meta(3) == {key: meta[key] for key in ("model", "data", "train", "optimizer")}
 
 
 @pytest.mark.slow
@@ -151,7 +153,13 @@ def test_another_number_of_blocks_is_refused(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"checkpoint of step 3: .*blocks.* is float32\[4, .* makes it float32\[5, "),
     ):
         checkpoints.restore(3, other.target)
-    meta = {"model": {"layers": 4}, "parallel": {"chunks": 1, "stages": [1, 3]}}
+    meta = {
+        "model": {"layers": 4},
+        "parallel": {"chunks": 1, "stages": [1, 3]},
+        "data": {},
+        "train": {},
+        "optimizer": {},
+    }
     with Checkpoints(tmp_path / "old", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(numbers("adamw"), parts), meta)
     for name in ("zero3", "uneven chunks"):
