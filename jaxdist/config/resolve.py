@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.config.rules.mesh import read_count
+from jaxdist.config.rules.fields import show
 from jaxdist.config.rules.pipeline import divisors
 from jaxdist.errors import UserError
 
@@ -156,6 +156,22 @@ def known_devices(devices: DevicesConfig) -> int | None:
     if (devices.platform != "cpu" and plugins) or processes is None:
         return None
     return devices.simulated * processes
+
+
+def read_count(
+    environ: Mapping[str, str], name: str, *, at_least: int, kind: str = "rank or process count", beside: str = ""
+) -> int:
+    """The number in a variable of the environment, of a kind. Raises `UserError` for what is none.
+
+    beside: a variable that is set, and needs this one.
+    """
+    text = environ.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= at_least):
+        wrong = f"{show(text)} in the environment is no {kind}"
+        if not text:
+            wrong = "not set in the environment" + (f", though {beside} is" if beside else "")
+        raise UserError(f"{name}: {wrong}; allowed: an integer >= {at_least}")
+    return int(text)
 
 
 def _process_count() -> int | None:

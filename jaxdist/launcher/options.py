@@ -96,7 +96,7 @@ def make_parser(prog: str = "jaxdist launch") -> CommandParser:
     add("--min-nodes", type=count, metavar="N", help=text)
     add("--log-dir", metavar="DIR", help="of the ranks' logs (default: logs/ in the run directory)")
     add("--no-bind", dest="bind", action="store_false", help="let every process use all CPUs")
-    text = "left to the other ranks when one has failed (default: 5)"
+    text = "left to the other ranks when one has failed; so long after SIGTERM a line names who still runs (default: 5)"
     add("--grace", type=seconds, default=5.0, metavar="SECONDS", help=text)
     text = "before a restart; doubled for each further one without progress (default: 1)"
     add("--backoff", type=seconds, default=1.0, metavar="SECONDS", help=text)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from jaxdist.launcher.options import Plan
 from jaxdist.launcher.orphans import adopt_orphans, children, end_orphans, reap_orphans
 from jaxdist.runtime.exit_status import STOPPED, WRONG
 from jaxdist.runtime.output import LastingFile
+from jaxdist.runtime.rank_names import name_ranks
 from jaxdist.runtime.run_folder import STOP_NOTE, open_log
 
 POLL_S = 0.02
@@ -182,10 +183,11 @@ class Attempt:
                     logging = False
                     self.screen.write(2, f"[launch] the log of rank {rank.rank} ends: {error.strerror}\n".encode())
 
-    def watch(self, signals: list[int], peers: "Peers", note: Path) -> Outcome:
+    def watch(self, signals: list[int], peers: "Peers", note: Path, say: Callable[[str], None]) -> Outcome:
         """Wait until all processes have ended.
 
-        The first of `signals` is passed on as SIGTERM: ranks then stop together, with a checkpoint. After a second one
+        The first of `signals` is passed on as SIGTERM: ranks then stop together, with a checkpoint. That may take
+        minutes, so nothing ends those that still run `grace` seconds later: a line names them. After a second signal
         all are killed. When a rank fails, the others cannot go on. They have `grace` seconds to say what they saw, then
         they are killed.
 
@@ -194,8 +196,9 @@ class Attempt:
             peers: The launchers of other hosts.
             note: A file that a rank leaves when it ends because the run was asked to stop. That counts as a signal (0).
                 The other ranks usually know of it; after `grace` seconds they are told.
+            say: Prints a line.
         """
-        grace, deadline, tell, told = self.plan.grace, float("inf"), 0.0, False
+        grace, deadline, tell, told, remind = self.plan.grace, float("inf"), 0.0, False, float("inf")
         while running := self._running():
             now = time.monotonic()
             if self.screen.lost and not signals:
@@ -203,9 +206,13 @@ class Attempt:
             if self._asked(signals, note):
                 tell = now + grace
             if signals and not told and now >= tell:
-                told = True
+                told, remind = True, now + grace
                 for rank in running:
                     rank.send(signal.SIGTERM)
+            if now >= remind:
+                remind = float("inf")
+                names = name_ranks({rank.rank for rank in running}, most=8)
+                say(f"still running {grace:g} s after SIGTERM, maybe to save: {names}; another signal kills what runs")
             failed = [rank for rank in self.order if rank.status not in (HALTED if signals else (0,))]
             if peers.lost(failed=bool(failed)) or failed:
                 deadline = min(deadline, now + grace)

@@ -26,6 +26,7 @@ from jaxdist.runtime.join.roll_call import MissingPeers, join_timeout
 from jaxdist.runtime.network.addresses import free_port, split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
 from jaxdist.runtime.output import lasting_output
+from jaxdist.runtime.rank_names import name_ranks
 from jaxdist.runtime.run_folder import ATTEMPT, RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
 
 MAX_BACKOFF_S = 60.0
@@ -123,13 +124,16 @@ class Supervisor:
         attempt, self.began_there = Attempt(plan, environs, self.screen, self.attempt), plan.run_dir.exists()
         try:
             attempt.start()
-            return attempt.watch(self.signals, self.peers or Peers(), note)
+            return attempt.watch(self.signals, self.peers or Peers(), note, self.say)
         finally:
             attempt.close()
             note.unlink(missing_ok=True)
 
     def describe(self, outcome: Outcome) -> str:
         """A line about how the ranks ended."""
+        left = {status for rank, status in outcome.statuses.items() if rank not in outcome.killed}
+        if len(self.signals) > 1 and outcome.killed and left <= set(HALTED):
+            return f"{name_ranks(outcome.killed, most=8)} still ran after the first signal, and a second one killed all"
         if outcome.cause is None:
             return "another host is lost, or its ranks have failed" if outcome.elsewhere else "no rank failed"
         others = {rank: status for rank, status in outcome.statuses.items() if rank != outcome.cause and status}

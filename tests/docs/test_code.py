@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from child import QUICK, environment
-from pages import blocks
+from pages import PAGES, blocks
 from syntax import ROOT
 
 import jaxdist
@@ -140,6 +140,15 @@ def test_a_long_context_from_python() -> None:
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((4, 64), np.float32)}
     state, metrics = given["step"](given["state"], batch)
     assert int(state.step) == 1 and 0 < float(metrics["loss"]) < 10
+
+
+def test_imports_in_sentences_work() -> None:
+    found = [
+        line for page in PAGES for line in re.findall(r"`((?:from|import) jaxdist[^`]*)`", (ROOT / page).read_text())
+    ]
+    assert len(found) > 2
+    for line in found:
+        exec(line, {})
 
 
 @pytest.mark.slow

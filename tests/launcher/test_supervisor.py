@@ -276,15 +276,18 @@ def test_one_signal_stops_the_ranks_together(number: signal.Signals, launch: Cal
 
 
 def test_a_second_signal_kills(launch: Callable[..., Launcher]) -> None:
-    job = launch(f'trap "" TERM; {SLEEP}; wait; sleep 300', "-n", "2")
+    job = launch(f'trap "" TERM; {SLEEP}; wait; sleep 300', "-n", "2", "--grace", "0.3")
     started = pids(job)
     job.process.send_signal(signal.SIGINT)
     time.sleep(1.2)
     assert job.process.poll() is None
+    waits = "still running 0.3 s after SIGTERM, maybe to save: ranks 0 and 1; another signal kills what runs"
+    assert job.err() == f"[launch] {waits}\n"
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 1
     assert gone(started, 0.5)
-    assert "not all ranks with a checkpoint" in job.err()
+    end = "ranks 0 and 1 still ran after the first signal, and a second one killed all"
+    assert job.err().splitlines()[-1] == f"[launch] stopped, but not all ranks with a checkpoint: {end}"
 
 
 def test_a_signal_that_comes_twice_is_one(launch: Callable[..., Launcher]) -> None:

@@ -96,7 +96,11 @@ def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
         (OWN | {"JAXDIST_INIT_METHOD": "tcp://a"}, "^coordinator: 'a'"),
         (TCP | OWN | {"JAXDIST_RANK": "4"}, "^rank 4 of a job of 4"),
         (JOBSET | {"JOB_COMPLETION_INDEX": "2"}, "^PODS_PER_JOB: 2, but this is pod 2"),
-        ({name: text for name, text in JOBSET.items() if name != "PODS_PER_JOB"}, "^PODS_PER_JOB: ''"),
+        ({name: text for name, text in JOBSET.items() if name != "PODS_PER_JOB"}, "^PODS_PER_JOB: not set in the envi"),
+        (TORCH | {"RANK": ""}, "^RANK: not set in the environment, though WORLD_SIZE is; allowed"),
+        (TORCH | {"MASTER_PORT": ""}, "^MASTER_PORT: not set in the environment, though WORLD_SIZE is; allowed"),
+        (TORCH | {"MASTER_PORT": "x"}, "^MASTER_PORT: 'x' in the environment is no port; allowed"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:9", "JAX_NUM_PROCESSES": "2"}, "^JAX_PROCESS_ID: not set .*JAX_NUM_PROCESSES"),
         ({name: text for name, text in JOBSET.items() if name != "REPLICATED_JOB_NAME"}, "^REPLICATED_JOB_NAME"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jobs import Processes, free_port
+from jobs import Processes, free_port, torchrun
 
 import jaxdist
 from jaxdist.cli.work.checkpoint import average
@@ -928,9 +928,24 @@ FILES = ("fit", "bare_loop", "loop_checkpoints", "loop_load", "loop_evaluation",
 
 def test_the_page_shows_the_examples() -> None:
     page = (EXAMPLES.parent / "own_loop.md").read_text()
-    assert all((EXAMPLES / f"{name}.py").read_text() in page for name in FILES)
+    assert all((EXAMPLES / f"{name}.py").read_text() in page for name in (*FILES, "loop_processes"))
     load = "def load(" + (EXAMPLES / "loop_load.py").read_text().partition("def load(")[2].partition("\n\n\n")[0]
     assert load in (EXAMPLES.parent / "checkpoints.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_example_of_a_job_runs(number: int, tmp_path: Path) -> None:
+    processes, port = Processes(tmp_path), free_port()
+    try:
+        for rank in range(number):
+            environ = torchrun(port, rank) if number > 1 else {}
+            processes.add([str(EXAMPLES / "loop_processes.py"), "run"], environ)
+        assert set(processes.wait(120)) == {0}, processes.logs()
+    finally:
+        processes.kill()
+    assert f"step 100: {number} processes, {8 * number} devices, 0.197" in processes.out(0)
+    assert {"50", "100"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.slow

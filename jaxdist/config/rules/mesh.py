@@ -1,8 +1,7 @@
-"""`mesh`: axes that nothing uses, and the number of processes that its devices are of. Imports no jax."""
+"""`mesh`: axes that nothing uses. Imports no jax."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
-from jaxdist.config.rules.fields import show
 from jaxdist.errors import UserError
 
 
@@ -24,13 +23,3 @@ def check_axis(axis: str, size: int, model: str = "the model", *, unused: Contai
         more = ", or model.name=gpt; from Python, gpt(..., context='all_to_all')"
     if size != 1:
         raise UserError(f"mesh.{axis}: {size} is given, but {why}; allowed: 1; use {use} instead{more}")
-
-
-def read_count(environ: Mapping[str, str], name: str, *, at_least: int) -> int:
-    """The rank or number of processes in a variable of the environment. Raises `UserError` for what is none."""
-    text = environ.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= at_least):
-        raise UserError(
-            f"{name}: {show(text)} in the environment is no rank or process count; allowed: an integer >= {at_least}"
-        )
-    return int(text)

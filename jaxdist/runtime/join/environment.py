@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxdist.config.rules.mesh import read_count
+from jaxdist.config.resolve import read_count
 from jaxdist.errors import UserError
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
@@ -44,6 +44,7 @@ class Job(NamedTuple):
 
 
 _integer = functools.partial(read_count, at_least=0)
+_port = functools.partial(read_count, at_least=1, kind="port")
 
 
 def find_job(environ: Mapping[str, str]) -> Job | None:
@@ -63,14 +64,15 @@ def find_job(environ: Mapping[str, str]) -> Job | None:
         return _by_method(environ, gpus)
     if environ.get("JAX_COORDINATOR_ADDRESS") and environ.get("JAX_NUM_PROCESSES"):
         own = index if "JAX_PROCESS_ID" not in environ and index in environ else "JAX_PROCESS_ID"
-        count, rank = _integer(environ, "JAX_NUM_PROCESSES"), _integer(environ, own)
+        count, rank = _integer(environ, "JAX_NUM_PROCESSES"), _integer(environ, own, beside="JAX_NUM_PROCESSES")
         return _check_job(environ["JAX_COORDINATOR_ADDRESS"], count, rank, gpus)
     if environ.get("WORLD_SIZE") and environ.get("MASTER_ADDR"):
         # torchrun's own store listens on MASTER_PORT; without torchrun the port is free.
-        port = _integer(environ, "MASTER_PORT") + (1 if "TORCHELASTIC_RUN_ID" in environ else 0)
+        port = _port(environ, "MASTER_PORT", beside="WORLD_SIZE") + (1 if "TORCHELASTIC_RUN_ID" in environ else 0)
         own = index if "RANK" not in environ and index in environ else "RANK"
         address = f"{environ['MASTER_ADDR']}:{port}"
-        return _check_job(address, _integer(environ, "WORLD_SIZE"), _integer(environ, own), gpus)
+        count, rank = _integer(environ, "WORLD_SIZE"), _integer(environ, own, beside="WORLD_SIZE")
+        return _check_job(address, count, rank, gpus)
     if environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
         return _slurm(environ, gpus)
     if environ.get("OMPI_COMM_WORLD_SIZE", "1") not in ("", "1"):
@@ -144,14 +146,14 @@ def _jobset(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | N
     name, replicated = environ["JOBSET_NAME"], environ.get("REPLICATED_JOB_NAME", "")
     if not replicated:
         raise UserError(f"REPLICATED_JOB_NAME is not set, but JOBSET_NAME is ({name!r}); set it in the manifest")
-    pods = _integer(environ, "PODS_PER_JOB")
+    pods = _integer(environ, "PODS_PER_JOB", beside="JOBSET_NAME")
     defaults = {"JOB_INDEX": "0", "REPLICATED_JOB_REPLICAS": "1", "JOBSET_PORT": str(KUBERNETES_PORT)} | dict(environ)
     index, pod = _integer(defaults, "JOB_INDEX"), _integer(environ, "JOB_COMPLETION_INDEX")
     if pod >= pods:
         raise UserError(f"PODS_PER_JOB: {pods}, but this is pod {pod}; allowed: the Job's number of completions")
     host = f"{name}-{replicated}-0-0.{environ.get('JOBSET_SUBDOMAIN') or name}"
     count = pods * _integer(defaults, "REPLICATED_JOB_REPLICAS")
-    return _check_job(f"{host}:{_integer(defaults, 'JOBSET_PORT')}", count, index * pods + pod, gpus)
+    return _check_job(f"{host}:{_port(defaults, 'JOBSET_PORT')}", count, index * pods + pod, gpus)
 
 
 def local_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ HEARTBEAT_S = 30  # without a sign of life a process is dead, and JAX ends the o
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
-def join_job(job: Job, heartbeat: int = HEARTBEAT_S) -> None:
+def join_job(job: Job | None, heartbeat: int = HEARTBEAT_S) -> None:
     """Call `jax.distributed.initialize` for this job, once all its processes are there. Must run before JAX starts its
     devices.
 
@@ -28,9 +28,11 @@ def join_job(job: Job, heartbeat: int = HEARTBEAT_S) -> None:
     `UserError` for a port of the user's that is taken, a rank given twice, an address that is not this machine's.
 
     Args:
-        job: What the environment says of the job.
+        job: What the environment says of the job. None is a process on its own: nothing is done.
         heartbeat: Seconds after which JAX ends the job, when a process is silent.
     """
+    if job is None:
+        return
     seconds = join_timeout(os.environ)
     options: dict[str, Any] = {"initialization_timeout": max(1, round(seconds)), "heartbeat_timeout_seconds": heartbeat}
     if job.gpus is not None:
