@@ -139,7 +139,7 @@ def check_settings(text: str) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        read_config(Config, file.name, (), lambda given: {})
+        read_config(Config, file.name, ())
 
 
 def kind_of(page: str, text: str) -> str:
