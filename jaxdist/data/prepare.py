@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config.json_reader import parse_document
-from jaxdist.data.files import read_text, text_files
+from jaxdist.data.files import named_text, read_text, text_files
 from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
 from jaxdist.data.source import hash_fraction, readable, split_tail
 from jaxdist.data.text.tokenizer import open_model, package, vocab_of
@@ -69,13 +69,14 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
 
 def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
     """The documents: a file each, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are
-    empty, unless the user named them."""
+    empty; one that the user named is refused."""
     for file, named, size in files:
         with readable("INPUT", file):
             if file.suffix == ".jsonl":
                 yield from _lines(file, field)
             else:
-                yield Document(file.read_bytes() if named else read_text(file), str(file), size)
+                text = named_text(file, key="INPUT") if named else read_text(file)
+                yield Document(text or b"", str(file), size)
 
 
 def _lines(file: Path, field: str) -> Iterator[Document]:

@@ -238,6 +238,7 @@ def test_without_manifest_the_index_is_looked_at(tmp_path: Path) -> None:
         ({}, {"inputs": ["none"]}, "INPUT: .*none' does not exist"),
         ({"a/.hidden": b"text", "a/b": b"\0"}, {"inputs": ["a"]}, "INPUT: too little text for two sides in .*a/b"),
         ({"a": b"1"}, {}, "INPUT: too little text"),
+        ({"a.npy": b"1\0"}, {}, r"INPUT: .*a\.npy' is binary; allowed: text in UTF-8"),
         ({"a.jsonl": b'{"text": 1}\n'}, {}, r"INPUT: .*a\.jsonl, line 1: holds no text under 'text'"),
         ({"a.jsonl": b'{"text": "b"}\n[1]'}, {}, r"INPUT: .*a\.jsonl, line 2: holds no text"),
         ({"a.jsonl": b'\n{"text": '}, {}, r"INPUT: .*a\.jsonl, line 2: is not a line of JSON"),
