@@ -26,8 +26,8 @@ def named_text(file: Path, *, key: str) -> bytes:
     content = read_text(file)
     if content is None:
         raise UserError(
-            f"{key}: {str(file)!r} is binary; allowed: text in UTF-8, without NUL bytes in its first 8 KiB; others are read"
-            " by data.source=parquet, tokens, arrayrecord or images"
+            f"{key}: {str(file)!r} is binary; allowed: text in UTF-8, without NUL bytes in its first 8 KiB; other files"
+            " are read by data.source=parquet, tokens, arrayrecord or images"
         )
     return content
 
