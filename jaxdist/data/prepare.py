@@ -103,17 +103,22 @@ def bytes_tokenizer() -> DocumentEncoder:
     return DocumentEncoder("bytes", 256, None, encode)
 
 
-def file_tokenizer(path: Path) -> DocumentEncoder:
+def file_tokenizer(path: Path, end: str = "") -> DocumentEncoder:
     """The tokenizer in a JSON file of the package `tokenizers`, or in the folder of one. It adds no special tokens and
     cuts no text.
 
-    Raises `UserError` where the package is not installed, or the file holds no tokenizer.
+    Raises `UserError` where the package is not installed, the file holds no tokenizer, or `end` is none of its tokens.
     """
     package(key="--tokenizer", where=str(path), instead=", or use --tokenizer bytes")
     path = path / "tokenizer.json" if path.is_dir() else path
     with readable("--tokenizer", path):
         content = path.read_bytes()
     model = open_model(content, key="--tokenizer", where=str(path))
+    if end and model.token_to_id(end) is None and len(model.encode(end, add_special_tokens=False).ids) != 1:
+        raise UserError(
+            f"--end: {end!r} is no token of {str(path)!r}; allowed: a text that is one token, such as the one that ends"
+            " its texts; or leave it out"
+        )
 
     def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
         texts = []
@@ -200,7 +205,7 @@ def prepare(
 
     - tokenizer: `bytes`, or a JSON file of the package `tokenizers`.
     - field: the key of the text in `.jsonl` files.
-    - end: is added to the end of each document before it is tokenized.
+    - end: is added to the end of each document before it is tokenized; one token of the tokenizer, but for bytes.
     - held_out: the share of val.bin. A document's side depends on its text alone, so the same text is never on both
       sides. If one side would be empty, the document nearest to the limit changes sides; if all documents are one text,
       its end is held out.
@@ -211,7 +216,7 @@ def prepare(
         raise UserError(f"--out: {str(out)!r} exists; give the name of a new folder, or remove it")
     if not 0 < held_out <= 0.5:
         raise UserError(f"--held-out: {held_out:g} is out of range; allowed: a number > 0 and <= 0.5")
-    found = bytes_tokenizer() if tokenizer == "bytes" else file_tokenizer(Path(tokenizer).expanduser())
+    found = bytes_tokenizer() if tokenizer == "bytes" else file_tokenizer(Path(tokenizer).expanduser(), end)
     work = Preparation(input_files(inputs), field, found, end.encode(), held_out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

@@ -277,6 +277,14 @@ def test_without_the_package_tokenizers(tmp_path: Path, monkeypatch: pytest.Monk
         prepare([folder_of(tmp_path, {"a": b"text"})], tmp_path / "out", tokenizer="t.json")
 
 
+def test_an_end_that_is_no_token(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="jaxdist[hf] is not installed")
+    given = [folder_of(tmp_path / "in", {"a": b"text and more"})]
+    with pytest.raises(UserError, match=r"^--end: '<\|no\|> x' is no token of .*t\.json'; allowed: a text that is one"):
+        prepare(given, tmp_path / "out", tokenizer=str(word_tokenizer(tmp_path / "t.json")), end="<|no|> x")
+    assert not (tmp_path / "out").exists()
+
+
 def word_tokenizer(path: Path) -> Path:
     """A tokenizer file: words at blanks; it would cut texts to 2 ids and pad them to 9."""
     path.write_text(
