@@ -67,14 +67,14 @@ def make_mesh(
     known = math.prod(size for size in sizes.values() if size != -1)
     if free:
         if len(pool) % known:
-            raise UserError(
-                f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide {len(pool)} devices"
-            )
+            raise UserError(f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide {len(pool)}")
         sizes[free[0]] = len(pool) // known
     total = math.prod(sizes.values())
     if total > len(pool):
         shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-        raise UserError(f"mesh: {shape} needs {total} devices, there are {len(pool)}; make the mesh smaller")
+        raise UserError(
+            f"mesh: {shape} needs {total} devices, there are {len(pool)}; make it smaller, or set jax_num_cpu_devices"
+        )
     if missing := {device.process_index for device in pool} - {device.process_index for device in pool[:total]}:
         raise UserError(
             f"mesh: {total} devices leave process {min(missing)} without one; enlarge it, or start fewer processes"

@@ -50,7 +50,10 @@ def test_the_rest_axis_takes_what_is_left() -> None:
         ({"data": -2}, "mesh.data=-2"),
         ({"data": -1, "fsdp": -1}, "only one axis may be -1, got data, fsdp"),
         ({"data": 3, "fsdp": -1}, "mesh.fsdp=-1: the other axes multiply to 3, which does not divide 8"),
-        ({"data": 4, "tensor": 4}, "data=4 tensor=4 needs 16 devices, there are 8"),
+        (
+            {"data": 4, "tensor": 4},
+            "tensor=4 needs 16 devices, there are 8; make it smaller, or set jax_num_cpu_devices",
+        ),
     ],
 )
 def test_meshes_that_cannot_be_are_named(sizes: dict[str, int], message: str) -> None:

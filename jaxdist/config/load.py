@@ -2,7 +2,7 @@
 
 import fnmatch
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,14 @@ def _with_tokenizer(config: Config) -> Config:
     return config
 
 
-def _completed(given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of section model that `model.from` stands for."""
+def _completed(given: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
+    """The keys of section model that `model.from` stands for. See `read_config`."""
     model = given.get("model")
-    where = model.get("from") if isinstance(model, dict) else None
-    if not isinstance(where, str):
+    if not isinstance(model, dict) or not isinstance(where := model.get("from"), str):
         return {}
     folder = user_path(where, key="model.from")  # before what reads models is loaded
-    return {"model": registry.load(_PLACES, "architecture", key="model.from")(folder)}
+    taken = {*model, *(each.removeprefix("model.") for each in named)}
+    return {"model": registry.load(_PLACES, "architecture", key="model.from")(folder, taken)}
 
 
 def to_yaml(config: Config, shown: Callable[[dict[str, Any]], Any] = dict) -> str:

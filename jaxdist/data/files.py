@@ -1,7 +1,10 @@
 """The text files of a folder."""
 
+import codecs
 import os
 from pathlib import Path
+
+from jaxdist.errors import UserError
 
 # Installed packages, test suites and files written by the build differ between machines with the same Python.
 # pydoc_data is one generated file of 0.75 MB, which alone would be most of the held-out text.
@@ -10,11 +13,23 @@ _BUILD_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 _PROBE_BYTES = 8192
 
 
-def read_text(file: Path) -> bytes:
-    """The content of a file; nothing if it is binary, that is, has a NUL byte in its first 8 KiB."""
+def read_text(file: Path) -> bytes | None:
+    """The content of a file, without a byte order mark; None if it is binary, that is, has a NUL byte in its first
+    8 KiB."""
     with file.open("rb") as stream:
         head = stream.read(_PROBE_BYTES)
-        return b"" if b"\0" in head else head + stream.read()
+        return None if b"\0" in head else (head + stream.read()).removeprefix(codecs.BOM_UTF8)
+
+
+def named_text(file: Path, *, key: str) -> bytes:
+    """`read_text` of a file that the user named in `key`. Raises `UserError` for a binary one."""
+    content = read_text(file)
+    if content is None:
+        raise UserError(
+            f"{key}: {str(file)!r} is binary; allowed: text in UTF-8, without NUL bytes in its first 8 KiB; other files"
+            " are read by data.source=parquet, tokens, arrayrecord or images"
+        )
+    return content
 
 
 def text_files(root: Path, *, library: bool = False) -> list[Path]:

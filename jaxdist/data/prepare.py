@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config.json_reader import parse_document
-from jaxdist.data.files import read_text, text_files
+from jaxdist.data.files import named_text, read_text, text_files
 from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
 from jaxdist.data.source import hash_fraction, readable, split_tail
 from jaxdist.data.text.tokenizer import open_model, package, vocab_of
@@ -69,13 +69,14 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
 
 def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
     """The documents: a file each, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are
-    empty, unless the user named them."""
+    empty; one that the user named is refused."""
     for file, named, size in files:
         with readable("INPUT", file):
             if file.suffix == ".jsonl":
                 yield from _lines(file, field)
             else:
-                yield Document(file.read_bytes() if named else read_text(file), str(file), size)
+                text = named_text(file, key="INPUT") if named else read_text(file)
+                yield Document(text or b"", str(file), size)
 
 
 def _lines(file: Path, field: str) -> Iterator[Document]:
@@ -102,17 +103,22 @@ def bytes_tokenizer() -> DocumentEncoder:
     return DocumentEncoder("bytes", 256, None, encode)
 
 
-def file_tokenizer(path: Path) -> DocumentEncoder:
+def file_tokenizer(path: Path, end: str = "") -> DocumentEncoder:
     """The tokenizer in a JSON file of the package `tokenizers`, or in the folder of one. It adds no special tokens and
     cuts no text.
 
-    Raises `UserError` where the package is not installed, or the file holds no tokenizer.
+    Raises `UserError` where the package is not installed, the file holds no tokenizer, or `end` is none of its tokens.
     """
     package(key="--tokenizer", where=str(path), instead=", or use --tokenizer bytes")
     path = path / "tokenizer.json" if path.is_dir() else path
     with readable("--tokenizer", path):
         content = path.read_bytes()
     model = open_model(content, key="--tokenizer", where=str(path))
+    if end and model.token_to_id(end) is None and len(model.encode(end, add_special_tokens=False).ids) != 1:
+        raise UserError(
+            f"--end: {end!r} is no token of {str(path)!r}; allowed: a text that is one token, such as the one that ends"
+            " its texts; or leave it out"
+        )
 
     def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
         texts = []
@@ -199,7 +205,7 @@ def prepare(
 
     - tokenizer: `bytes`, or a JSON file of the package `tokenizers`.
     - field: the key of the text in `.jsonl` files.
-    - end: is added to the end of each document before it is tokenized.
+    - end: is added to the end of each document before it is tokenized; one token of the tokenizer, but for bytes.
     - held_out: the share of val.bin. A document's side depends on its text alone, so the same text is never on both
       sides. If one side would be empty, the document nearest to the limit changes sides; if all documents are one text,
       its end is held out.
@@ -210,7 +216,7 @@ def prepare(
         raise UserError(f"--out: {str(out)!r} exists; give the name of a new folder, or remove it")
     if not 0 < held_out <= 0.5:
         raise UserError(f"--held-out: {held_out:g} is out of range; allowed: a number > 0 and <= 0.5")
-    found = bytes_tokenizer() if tokenizer == "bytes" else file_tokenizer(Path(tokenizer).expanduser())
+    found = bytes_tokenizer() if tokenizer == "bytes" else file_tokenizer(Path(tokenizer).expanduser(), end)
     work = Preparation(input_files(inputs), field, found, end.encode(), held_out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

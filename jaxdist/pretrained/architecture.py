@@ -1,9 +1,10 @@
 """The architecture that a place says, as keys of section `model`."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint.huggingface.convert import model_of_config
+from jaxdist.checkpoint.huggingface.convert import dropout_of_config, model_of_config
 from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.huggingface.safetensors import read_json
 from jaxdist.config.load import settings_of
@@ -21,8 +22,10 @@ def _text(path: Path) -> str:
         raise UserError(f"{_KEY}: {path} is not to be read: {error}") from None
 
 
-def architecture(folder: Path) -> dict[str, Any]:
+def architecture(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
     """The keys of section `model` for a Hugging Face folder, by its config.json, or for a run, by its config.yaml.
+
+    given: keys that the user gives beside it: his `dropout` stands for all rates of a config.json.
 
     Raises `UserError` for another place, and for a model that no configuration makes.
     """
@@ -30,7 +33,9 @@ def architecture(folder: Path) -> dict[str, Any]:
         tree = parse_yaml(_text(folder / "config.yaml"), str(folder / "config.yaml"))
         keys = tree.get("model") if isinstance(tree, dict) else None
     elif (folder / CONFIG).exists():
-        keys = settings_of(model_of_config(read_json(folder / CONFIG))[0])
+        found = read_json(folder / CONFIG)
+        keys = settings_of(model_of_config(found)[0])
+        keys |= {} if "dropout" in given else {"dropout": dropout_of_config(found)}
     else:
         said = "holds neither config.json nor config.yaml" if folder.is_dir() else "is no folder"
         raise UserError(

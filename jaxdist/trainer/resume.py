@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -149,12 +150,26 @@ def show_changes(changed: dict[str, list[Any]], limit: int | None = None) -> str
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if limit and len(texts) > limit else "")
 
 
+def _other_data(now: str, before: str, changed: Mapping[str, list[Any]], folder: Path) -> str:
+    """What is said of data with other hashes: by which keys, if it is not what lies in the same places."""
+    keys = {key: values for key, values in changed.items() if key.startswith("data.") and key != "data.prefetch"}
+    said = f", with {show_changes(keys, 5)}" if keys else ""
+    key = next(iter(keys), "data.path")
+    return f"{key}: other data ({now:.8}...) than the run in {folder} was started with ({before:.8}...){said}"
+
+
 def check_identity(
-    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, force: bool = False
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    folder: Path,
+    *,
+    force: bool = False,
+    changed: Mapping[str, list[Any]] = MappingProxyType({}),
 ) -> dict[str, list[Any]]:
     """The keys of `identity` that differ: {key: [value in a checkpoint's record, value now]}.
 
-    saved: the record. now: of `identity`. Raises `UserError` naming what differs, unless `force` is set.
+    saved: the record. now: of `identity`. changed: of `changed_settings`, which say why the data are others. Raises
+    `UserError` naming what differs, unless `force` is set.
     """
     # Older versions knew no other values of these keys.
     older: dict[str, dict[str, Any]] = {
@@ -178,7 +193,7 @@ def check_identity(
         also = f" (besides, {show_changes(others, 5)})" if others else ""
         what = f"{key}: {value!r}, but the run in {folder} was started with {before!r}"
         if key == "data.sha256":
-            what = f"data.path: other data ({value:.8}...) than the run in {folder} was started with ({before:.8}...)"
+            what = _other_data(value, before, {k: v for k, v in changed.items() if k not in found}, folder)
         raise UserError(
             f"{what}{also}; set it back, or start another run with --run-dir{'' if 'train.ema' in found else FORCE}"
         )

@@ -318,7 +318,8 @@ def restore_or_init(
             f"train.steps: {config.train.steps}, but {folder} is at step {latest}; allowed: {latest} or more"
         )
     meta = checkpoints.meta(latest)
-    let_pass = check_identity(meta, identity, folder, force=resume == "force")
+    changed = changed_settings(meta, config)
+    let_pass = check_identity(meta, identity, folder, force=resume == "force", changed=changed)
     check_replicas(meta, config, folder)
     if replicas is None:
         state = checkpoints.restore(latest, target)
@@ -333,7 +334,7 @@ def restore_or_init(
         state=state._replace(guard=released(state.guard)),
         first_step=step,
         passed=meta.get("batches_passed", 0),
-        changed=changed_settings(meta, config),
+        changed=changed,
         forced=forced,
         meta=meta,
     )

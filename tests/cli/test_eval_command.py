@@ -156,6 +156,11 @@ def test_what_cannot_be_is_one_line(words: list[str], message: str, made: Path, 
 def test_a_run_without_checkpoints_or_held_out_data(
     made: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    told = say(str(tmp_path))[2]
+    assert told.endswith(
+        "the directory of a run of jaxdist train; jaxdist checkpoint import makes one of this folder\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "nothing_held_out.py").write_text(
         "class Rows:\n    vocab = 256\n    __iter__ = lambda self: iter([list(range(17))] * 64)\n"

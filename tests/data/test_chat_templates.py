@@ -14,6 +14,7 @@ from jaxdist.cli.data import main
 from jaxdist.config.schema import DataConfig
 from jaxdist.data import Samples, load_source
 from jaxdist.data.text import template as limits
+from jaxdist.data.text.show import show_examples
 from jaxdist.data.text.template import Conversation, Renderer
 from jaxdist.data.text.tokenizer import load_tokenizer
 from jaxdist.errors import UserError
@@ -113,6 +114,25 @@ def byte_level(folder: Path, template: str | None = None) -> Path:
     settings = SPECIAL | {"chat_template": template} if template else SPECIAL
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 10**30}))
     return folder / "tokenizer.json"
+
+
+def test_what_marks_no_end_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_level(tmp_path, CHATML)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "{i} is", "completion": "{i}"}}\n' for i in range(40)))
+    keys: dict[str, Any] = {"source": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path)}
+
+    def show() -> str:
+        show_examples([keys["path"]], 1, tokenizer=keys["tokenizer"])
+        return capsys.readouterr().out
+
+    told = "warning: nothing marks the end of examples with prompt: tokenizer.json has no end token, which eos_token in"
+    assert told not in show() and not any(told in line for line in load_source(DataConfig(**keys)).info["lines"])
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert told in show() and load_source(DataConfig(**keys)).info["lines"][-1].startswith(told)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    for read in (show, lambda: load_source(DataConfig(**keys))):
+        with pytest.raises(UserError, match="eos_token is '<end>' in .* has no such token; name one that it has"):
+            read()
 
 
 def test_a_run_learns_the_assistants_turns(tmp_path: Path) -> None:

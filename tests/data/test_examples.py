@@ -138,6 +138,7 @@ HOSTILE = [
     (DEEP, "nested more than 32 deep"),
     (b"[1]", "holds list; allowed: an object with messages, or"),
     (b"{}", "holds nothing; allowed: one of messages, or"),
+    (b'{"text": null, "n": 1}', r"holds 'text' \(null\), 'n'; allowed: one of messages, or"),
     (b'{"input": "a", "output": "b"}', "holds 'input', 'output'; allowed: one of messages"),
     (b'{"text": "a", "messages": []}', "holds messages and text"),
     (b'{"text": "a", "prompt": "b", "completion": "c"}', "holds prompt and text"),

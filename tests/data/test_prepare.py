@@ -238,6 +238,7 @@ def test_without_manifest_the_index_is_looked_at(tmp_path: Path) -> None:
         ({}, {"inputs": ["none"]}, "INPUT: .*none' does not exist"),
         ({"a/.hidden": b"text", "a/b": b"\0"}, {"inputs": ["a"]}, "INPUT: too little text for two sides in .*a/b"),
         ({"a": b"1"}, {}, "INPUT: too little text"),
+        ({"a.npy": b"1\0"}, {}, r"INPUT: .*a\.npy' is binary; allowed: text in UTF-8"),
         ({"a.jsonl": b'{"text": 1}\n'}, {}, r"INPUT: .*a\.jsonl, line 1: holds no text under 'text'"),
         ({"a.jsonl": b'{"text": "b"}\n[1]'}, {}, r"INPUT: .*a\.jsonl, line 2: holds no text"),
         ({"a.jsonl": b'\n{"text": '}, {}, r"INPUT: .*a\.jsonl, line 2: is not a line of JSON"),
@@ -274,6 +275,14 @@ def test_without_the_package_tokenizers(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"^--tokenizer: .*which is not installed; pip install 'jaxdist\[hf\]'"):
         prepare([folder_of(tmp_path, {"a": b"text"})], tmp_path / "out", tokenizer="t.json")
+
+
+def test_an_end_that_is_no_token(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="jaxdist[hf] is not installed")
+    given = [folder_of(tmp_path / "in", {"a": b"text and more"})]
+    with pytest.raises(UserError, match=r"^--end: '<\|no\|> x' is no token of .*t\.json'; allowed: a text that is one"):
+        prepare(given, tmp_path / "out", tokenizer=str(word_tokenizer(tmp_path / "t.json")), end="<|no|> x")
+    assert not (tmp_path / "out").exists()
 
 
 def word_tokenizer(path: Path) -> Path:

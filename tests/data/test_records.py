@@ -42,16 +42,20 @@ def check(source: Source, wanted: list[list[int]], *, unit: str, dtype: str, voc
     assert make_loader(source, seq_len=4, global_batch=8, sharding=sharding(data=8), seed=0).batch(3)
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "binary"])
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "string_view", "dictionary"])
 def test_parquet_text(kind: str, tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra parquet) is not installed")
-    path = write_parquet(tmp_path / "a.parquet", n=list(range(40)), text=arrow.array(TEXTS, getattr(arrow, kind)()))
+    plain = arrow.array(TEXTS)
+    made = plain.dictionary_encode() if kind == "dictionary" else plain.cast(getattr(arrow, kind)())
+    path = write_parquet(tmp_path / "a.parquet", n=list(range(40)), text=made)
     source = parquet(config(path, held_out=0.2))
     check(source, [list(text.encode()) for text in TEXTS], unit="bytes", dtype="uint8", vocab=256)
     renamed = write_parquet(tmp_path / "b.parquet", body=TEXTS)
     assert parquet(config(renamed, held_out=0.2, column="body")).info["sha256"] == source.info["sha256"]
-    with pytest.raises(UserError, match=r"^data.column: None, but .* has no such column; allowed: body"):
+    with pytest.raises(UserError, match=r"^data.column: null, and .* has none of text, content, .*; allowed: body"):
         parquet(config(renamed))
+    with pytest.raises(UserError, match=r"^data.column: 'none', but .* has no such column; allowed: body"):
+        parquet(config(renamed, column="none"))
 
 
 @pytest.mark.parametrize("kind", ["list", "large_list", "fixed"])

@@ -6,6 +6,7 @@ import os
 import re
 import sysconfig
 import time
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,15 @@ def test_folder_order_and_what_is_left_out(tmp_path: Path) -> None:
     chosen = held_out_files(names, 0.05)
     assert source.train.tobytes() == b"".join(kept[n] for n, held in zip(names, chosen, strict=True) if not held)
     assert source.held_out.tobytes() == b"".join(kept[n] for n, held in zip(names, chosen, strict=True) if held)
+    assert source.info["lines"][0] == "1 binary file left out"
     late = folder_of(tmp_path / "late", {"x": b"x" * 8192 + b"\0", "y": b"y" * 99})  # NUL after the probe: text
     assert text(config(late)).info["train"] + text(config(late)).info["held_out"] == 8193 + 99
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    plain, marked = (folder_of(tmp_path / f"{len(mark)}", {"a": mark + b"x" * 200}) for mark in (b"", BOM_UTF8))
+    for path in ("a", "."):
+        assert text(config(plain / path)).info["sha256"] == text(config(marked / path)).info["sha256"]
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 1.0])
@@ -148,6 +156,7 @@ def test_sha_changes_with_content_name_and_boundaries(tmp_path: Path) -> None:
         ({}, ".", "no text in"),
         ({"a": b"\0", ".b": b"text of a hidden file", "c": b""}, ".", "no text in"),
         ({"a": b""}, "a", "is empty"),
+        ({"a": "text".encode("utf-16")}, "a", "a' is binary; allowed: text in UTF-8, .*; .* data.source=parquet"),
         ({"a": b"12345678"}, "a", r"1 held-out bytes, less than one window of data.seq_len \+ 1 = 5"),
         ({"a": b"123456789", "b": b"12"}, ".", "less than one window"),
         ({"a": b"12"}, "a/b", "data.path: .*(does not exist|cannot read)"),

@@ -77,7 +77,7 @@ TESTED = {
     "# my_package/models.py\nfrom dataclasses": "test_a_key_of_its_own",
     "FACTS = ScheduleFacts(": "test_facts_of_a_schedule",
     "def loss(params, batch, keys):\n    student": "test_a_teacher_in_a_loss_of_ones_own",
-    "import optax\n\nimport jaxdist\nfrom jaxdist.data.text": "test_generation_from_python",
+    "import jax\nimport optax\n\nimport jaxdist\nfrom jaxdist.data.text": "test_generation_from_python",
     "import jax\nimport optax\n\nimport jaxdist\nfrom jaxdist.models.gpt": "test_a_long_context_from_python",
     "model = jaxdist.model_def(GPT, tied=True)\ntrain(": "test_a_pipeline_of_ones_own_blocks",
     "from jaxdist.collectives import Link, cost\n": "test_the_page_of_parameter_servers_prints_what_it_shows",
@@ -139,7 +139,7 @@ def check_settings(text: str) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        read_config(Config, file.name, (), lambda given: {})
+        read_config(Config, file.name, ())
 
 
 def kind_of(page: str, text: str) -> str:

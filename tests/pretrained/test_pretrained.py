@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,8 @@ from jaxdist.build import Parts, assemble, forward_only
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
-from jaxdist.config.load import load_config, to_yaml
+from jaxdist.config.load import _completed, load_config, to_yaml
+from jaxdist.config.reader import read_config
 from jaxdist.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig
 from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.init import InitConfig
@@ -234,6 +235,45 @@ def test_an_architecture_without_keys(kind: str, origin: Path, tmp_path: Path) -
     )
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "again.yaml") == config
+
+
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+DIFFER = "hidden_dropout_prob 0.3, attention_probs_dropout_prob 0"
+KEPT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("found", "rate"),
+    [
+        (BERT, 0.1),
+        (BERT | KEPT, 0.3),
+        (BERT | KEPT | {"classifier_dropout": None}, 0.3),
+        (BERT | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0.0}, 0.0),
+        (BERT | KEPT | {"attention_probs_dropout_prob": 0.0}, DIFFER),
+        (BERT | KEPT | {"classifier_dropout": 0.5}, "classifier_dropout 0.5"),
+        ({"model_type": "vit"}, 0.0),
+        ({"model_type": "vit"} | KEPT, 0.3),
+        ({"model_type": "gpt2"}, 0.1),  # the default of transformers
+        ({"model_type": "gpt2", "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}, 0.2),
+        ({"model_type": "gpt2", "resid_pdrop": 0.2}, "resid_pdrop 0.2, embd_pdrop 0.1, attn_pdrop 0.1"),
+        ({"model_type": "llama"}, 0.0),
+        ({"model_type": "mixtral", "attention_dropout": 0.2}, "attention_dropout 0.2, other layers 0"),
+    ],
+)
+def test_dropout_is_the_folder_s(found: dict[str, Any], rate: float | str, tmp_path: Path) -> None:
+    """Unless the user gives it, in the file or on top, which is also the way out where there are several rates."""
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{from: {tmp_path}}}")
+    read = partial(read_config, Config, file, completed=_completed)
+    if isinstance(rate, str):
+        with pytest.raises(UserError, match=rf"^model.dropout: is not given, .*{rate}.*give it: model.dropout=0.\d"):
+            read(())
+    else:
+        assert read(()).model.dropout == rate
+    assert read(["model.dropout=0.25"]).model.dropout == 0.25
+    file.write_text(f"model: {{from: {tmp_path}, dropout: 0.25}}")
+    assert read(()).model.dropout == 0.25
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from jaxdist.observe import read_metrics
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit
 from jaxdist.runtime.watch.watchdog import Watch
 from jaxdist.trainer.evaluation import Evaluator, text_sampler
-from jaxdist.trainer.resume import changed_settings, check_identity, identity
+from jaxdist.trainer.resume import changed_settings, check_identity, identity, record
 from jaxdist.trainer.run import build
 from jaxdist.trainer.train import train
 
@@ -147,6 +147,24 @@ def test_another_experiment_is_refused_unless_forced(
         train(configure(*overrides), finished)
     assert str(error.value).startswith(named) and was in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith("or checkpoint.resume=force to go on all the same")
+
+
+def test_the_key_by_which_the_data_are_others_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "number {i}"}}\n' for i in range(99)))
+    (tmp_path / "b.jsonl").write_text('{"text": "other"}\n')
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "run.yaml").write_text(YAML.format(path=f"{tmp_path / 'a.jsonl'}, source: jsonl"))
+    saved: dict[str, Any] = {}
+    for key, file in (("", ""), ("data.chat_template", "chat.jinja"), ("data.val_path", "b.jsonl")):
+        config = load_config(tmp_path / "run.yaml", [f"{key}={tmp_path / file}"] if key else [])
+        source = load_source(config.data)
+        saved = saved or record(config, source)
+        given = {"changed": changed_settings(saved, config)}
+        if key:
+            with pytest.raises(
+                UserError, match=rf"^{key}: other data .*\), with {key} null -> .*{file}\"; set it back"
+            ):
+                check_identity(saved, identity(config, source), tmp_path, **given)
 
 
 def test_all_that_differs_is_named(finished: Path, configure: Configure) -> None:

@@ -118,6 +118,7 @@ BERT = Family(
     read=_read,
     impossible=_impossible,
     tables=("embed.tokens.table", "head.decoder.bias"),
+    dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "classifier_dropout": None},
     copies=_copies,
     aliases=(
         ("LayerNorm.weight", "LayerNorm.gamma"),  # as Google's files have them

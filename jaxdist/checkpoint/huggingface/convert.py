@@ -92,6 +92,22 @@ def model_of_config(found: dict[str, Any]) -> tuple[ModelConfig, int]:
     return model.resolved(), length
 
 
+def dropout_of_config(found: dict[str, Any]) -> float:
+    """The `model.dropout` of a config.json. Raises `UserError` where it has several rates: a model here has one."""
+    theirs = _check_kind(found)
+    known = dict(all_keys(type(ModelConfig(name_of(theirs)))))["dropout"]
+    rates = {key: config_value(found, key, known, usual) for key, usual in theirs.dropout.items()}
+    rates = {key: rate for key, rate in rates.items() if rate is not None} | dict.fromkeys(theirs.undropped, 0.0)
+    rate: float = next(iter(rates.values()))
+    if any(each != rate for each in rates.values()):
+        said = ", ".join(f"{key} {each:g}" for key, each in rates.items())
+        raise UserError(
+            f"model.dropout: is not given, and {CONFIG} has more than one rate ({said}), where a model here has one for"
+            f" all; give it: model.dropout={max(rates.values()):g}, or another number >= 0 and < 1"
+        )
+    return rate
+
+
 def _check_kind(found: dict[str, Any]) -> Family:
     """The family by model_type. Raises `UserError` for one that is not known, and for what is `fixed` otherwise."""
     kind = found.get("model_type")

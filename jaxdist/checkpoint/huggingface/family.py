@@ -6,6 +6,7 @@ exports, writing to it imports. Nothing is computed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,8 @@ class Family(NamedTuple):
     - aliases: (end of a name, the end that it has in some files).
     - ignored: ends of the names of tensors that are no parameters.
     - zeros: our leaves that are 0 at every step, and in no file.
+    - dropout: {key of config.json for a rate of dropout: the default of transformers; None: no rate of its own}.
+    - undropped: in words, what has no such key and drops nothing there, where ours drops at `model.dropout`.
     """
 
     kind: str
@@ -97,6 +100,8 @@ class Family(NamedTuple):
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
+    dropout: Mapping[str, float | None] = MappingProxyType({})
+    undropped: tuple[str, ...] = ()
 
     @property
     def form(self) -> str:

@@ -74,8 +74,7 @@ def _gpt2_block(model: ModelConfig) -> list[Tensor]:
 
 
 def _gpt2_written(model: ModelConfig, positions: int) -> dict[str, Any]:
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
-    return {"n_positions": positions, **dropout, **NO_TOKENS}
+    return {"n_positions": positions, **dict.fromkeys(GPT2.dropout, model.dropout), **NO_TOKENS}
 
 
 def _gpt2_read(
@@ -128,5 +127,6 @@ GPT2 = Family(
     tables=TABLES,
     copies=tied_head,
     unequal=UNTIED,
+    dropout={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     ignored=CONSTANT_BUFFERS,
 )

@@ -237,6 +237,8 @@ LLAMA = Family(
     tables=TABLES,
     copies=tied_head,
     unequal=UNTIED,
+    dropout={"attention_dropout": 0.0},
+    undropped=("other layers",),
     ignored=CONSTANT_BUFFERS,
 )
 MISTRAL = LLAMA._replace(

@@ -89,5 +89,6 @@ VIT = Family(
     tensors=_tensors,
     written=_written,
     read=_read,
+    dropout={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ignored=("pooler.dense.weight", "pooler.dense.bias"),  # of ViTModel, which no class above it uses
 )

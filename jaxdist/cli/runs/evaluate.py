@@ -26,7 +26,8 @@ def config_of_run(run_dir: str, settings: Sequence[str]) -> Config:
     folder = user_path(run_dir, key="RUN_DIR")
     if not (file := folder / "config.yaml").is_file():
         said = "has no config.yaml" if folder.is_dir() else "is no folder"
-        raise UserError(f"RUN_DIR: {run_dir!r} {said}; allowed: the directory of a run of jaxdist train")
+        made = "; jaxdist checkpoint import makes one of this folder" if (folder / "config.json").is_file() else ""
+        raise UserError(f"RUN_DIR: {run_dir!r} {said}; allowed: the directory of a run of jaxdist train{made}")
     return load_config(file, [*_WRITES, *settings])
 
 

@@ -51,7 +51,7 @@ def lines(config: DataConfig) -> Source:
 
     Raises `UserError`: as `text`; fewer than two Python files; a file that this Python cannot parse.
     """
-    contents = {name: content for name, content in contents_of(config).items() if name.endswith(".py")}
+    contents = {name: content for name, content in contents_of(config)[0].items() if name.endswith(".py")}
     if len(contents) < 2:
         raise UserError(f"data.path: {config.path!r} holds {len(contents)} Python files (.py); allowed: 2 or more")
     names = list(contents)

@@ -42,9 +42,9 @@ def column_of(file: Path, *, column: str | None) -> Iterator[np.ndarray]:
             schema = opened.schema_arrow
             name = column or next((each for each in COLUMNS if each in schema.names), "")
             if name not in schema.names:
-                raise UserError(
-                    f"data.column: {column!r}, but {str(file)!r} has no such column; allowed: {', '.join(schema.names)}"
-                )
+                said = f"{column!r}, but {str(file)!r} has no such column"
+                said = said if column else f"null, and {str(file)!r} has none of {', '.join(COLUMNS)}"
+                raise UserError(f"data.column: {said}; allowed: {', '.join(schema.names)}")
             for batch in opened.iter_batches(columns=[name]):
                 yield from _documents(arrow, batch.column(0), f"column {name!r} of {str(file)!r}")
     except arrow.ArrowInvalid as error:
@@ -54,26 +54,19 @@ def column_of(file: Path, *, column: str | None) -> Iterator[np.ndarray]:
 
 
 def _documents(arrow: Any, values: Any, where: str) -> Iterator[np.ndarray]:
-    kind = values.type
-    if values.null_count:
+    kind = values.type.value_type if arrow.types.is_dictionary(values.type) else values.type
+    texts = str(kind).removeprefix("large_").removesuffix("_view") in ("string", "binary")
+    wide = values.cast(arrow.large_binary()) if texts else values
+    if wide.null_count:  # those of a dictionary, too
         raise UserError(f"data.path: {where} has nulls; write empty texts or lists in their place, or leave them out")
-    if any(
-        test(kind)
-        for test in (
-            arrow.types.is_string,
-            arrow.types.is_large_string,
-            arrow.types.is_binary,
-            arrow.types.is_large_binary,
-        )
-    ):
-        wide = values.cast(arrow.large_binary())
+    if texts:
         ends = np.frombuffer(wide.buffers()[1], np.int64)[wide.offset : wide.offset + len(wide) + 1]
         content = np.frombuffer(wide.buffers()[2] or b"", np.uint8)
         # Copies: a slice would keep the whole part of the file.
         yield from (content[start:stop].copy() for start, stop in pairwise(ends))
         return
     lists = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
-    if not any(test(kind) for test in lists) or not arrow.types.is_integer(kind.value_type):
+    if kind is not values.type or not any(test(kind) for test in lists) or not arrow.types.is_integer(kind.value_type):
         raise UserError(f"data.column: {where} is of type {kind}; allowed: string, binary, lists of integers")
     flat = values.flatten()
     if flat.null_count:

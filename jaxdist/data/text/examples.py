@@ -77,7 +77,7 @@ def example_of(record: Any, where: str, *, key: str) -> Example:
         raise refuse(f"holds {type(record).__name__}", f"an object with {_ALLOWED}")
     found = [kind for kind in KINDS if record.get(kind) is not None]
     if len(found) != 1:
-        held = ", ".join(map(repr, record))[:200] or "nothing"
+        held = ", ".join(f"{name!r}{' (null)' * (record[name] is None)}" for name in record)[:200] or "nothing"
         raise refuse(f"holds {' and '.join(found)}" if found else f"holds {held}", f"one of {_ALLOWED}")
     (kind,) = found
     if kind == "messages":

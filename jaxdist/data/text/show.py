@@ -10,7 +10,7 @@ from jaxdist.config.schema import DataConfig
 from jaxdist.data.records import record_files
 from jaxdist.data.text.encode import EncodedExample, encoded
 from jaxdist.data.text.examples import jsonl_examples
-from jaxdist.data.text.source import renderer_of, tokenizer_of
+from jaxdist.data.text.source import check_end, renderer_of, tokenizer_of
 from jaxdist.data.text.tokenizer import Tokenizer
 
 LEARNED, SEEN = "bold green", "dim"
@@ -48,12 +48,15 @@ def show_examples(
     config = DataConfig(source="jsonl", tokenizer=given, chat_template=chat_template)
     files = [file for path in inputs for file in record_files(Path(path).expanduser(), (".jsonl",), key="INPUT")]
     found, console = tokenizer_of(config), Console()
+    check_end(found, ())
+    kinds = set[str]()
     before, after = _MARKS if console.color_system is None else ("", "")
     with ExitStack() as stack:
         renderer = functools.cache(lambda: renderer_of(config, found, stack))
         examples = islice(jsonl_examples(files, key="INPUT"), count)
         for example in encoded(examples, found, renderer, completion_only=True):
             text = Text()
+            kinds.add(example.example.kind)
             for part, learned in parts_of(example, found):
                 text.append(f"{before}{part}{after}" if learned else part, style=LEARNED if learned else SEEN)
             number = int(example.counts[1:].sum())
@@ -61,3 +64,5 @@ def show_examples(
             console.print(header, markup=False, highlight=False, soft_wrap=True)
             console.print(text, soft_wrap=True)
             console.print()
+    if endless := check_end(found, kinds):
+        console.print(endless, markup=False, highlight=False, soft_wrap=True)

@@ -188,7 +188,10 @@ def why_not_cudnn(
     if per_op:
         return "precision.per_op casts operation by operation, and cuDNN's is one"
     if dropout:
-        return "model.dropout drops inside attention, by sample, which cuDNN's kernel cannot"
+        return (
+            f"model.dropout, {dropout:g} (given, or by model.from of a config.json), drops inside attention, by sample,"
+            " which cuDNN's kernel cannot; it can with model.dropout=0"
+        )
     widest = 256 if generation >= 9 else 128
     if head_width % 8 or head_width > widest:
         return f"cuDNN takes heads of 8, 16, ... {widest} values here, not {head_width}"

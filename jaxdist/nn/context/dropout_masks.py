@@ -43,7 +43,7 @@ def kept_pairs(
     if length > MOST_POSITIONS:
         raise UserError(  # the products of `places_of` would not fit into 32 bits
             f"dropout: a ring draws masks of at most {MOST_POSITIONS} positions, and the sequence has {length}; allowed"
-            " here: context all_to_all or gather, or dropout=0"
+            " here: context all_to_all or gather, or dropout=0 (model.dropout, which model.from may have read)"
         )
     if not jax.config.jax_threefry_partitionable:
         raise UserError(
