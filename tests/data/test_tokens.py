@@ -106,6 +106,9 @@ def some_data(name: str, folder: Path) -> DataConfig:
         return config(folder, source=name, packing="documents")
     if name == "huggingface":
         return config(write_parquet(folder / "a.parquet", text=[f"text {i}" for i in range(40)]), source=name)
+    if name == "text":
+        (folder / "text").write_text("some words\n" * 30)
+        return config(folder / "text", source=name)
     if name == "digits":
         return config("sklearn.datasets.load_digits", source=name)
     return config(ids_file(folder / "ids", np.arange(300) % 97))

@@ -241,14 +241,19 @@ def data_config(origin: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize("name", ["model.pt", "train.pkl", "train.bin"])
 @pytest.mark.parametrize("source", ["text", "tokens"])
 def test_a_pickle_for_data(source: str, name: str, origin: Path, outside: Path, tmp_path: Path) -> None:
-    """It is bytes like any others."""
+    """It is bytes like any others, and no text."""
     from jaxdist.data import load_source
 
     planted = pickle.dumps([Payload(outside / "executed")] * 1000)
     (tmp_path / name).write_bytes(planted + b"." * (len(planted) % 2))  # a whole number of ids
     before = content(outside)
-    source_of = load_source(data_config(origin, f"data.source={source}", f"data.path={tmp_path / name}").data)
-    assert source_of.train.size and content(outside) == before
+    config = data_config(origin, f"data.source={source}", f"data.path={tmp_path / name}").data
+    if source == "text":
+        with pytest.raises(UserError, match="^data.path: .* is binary; "):
+            load_source(config)
+    else:
+        assert load_source(config).train.size
+    assert content(outside) == before
 
 
 def test_a_manifest_that_names_files_elsewhere(origin: Path, outside: Path, tmp_path: Path) -> None:
