@@ -209,6 +209,16 @@ def allocate(
 def place_params(params: PyTree, optimizer: optax.GradientTransformation, target: TrainState) -> TrainState:
     """A state at step 0 from existing parameters, in the layout of `target`."""
     strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)  # a weak type would compile twice
-    placed = jax.device_put(strong, shardings_of(target.params))
+    placed = place(strong, target.params)
     make = lambda params: fresh_state(params, optimizer, target.residual)  # noqa: E731
     return jax.jit(make, out_shardings=shardings_of(target))(placed)
+
+
+def place(tree: PyTree, target: PyTree) -> PyTree:
+    """The arrays of `tree` in the layouts of `target`. Raises `UserError` where the processes give different values."""
+    try:
+        return jax.device_put(tree, shardings_of(target))
+    except AssertionError:
+        from jaxdist.jaxpr.layouts import refuse_unequal
+
+        refuse_unequal(tree, shardings_of(target))

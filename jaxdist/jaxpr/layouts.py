@@ -76,6 +76,22 @@ def _check_leaf(error: Exception, where: str, leaf: Any, mesh: Any) -> None:
         ) from error
 
 
+def refuse_unequal(tree: Any, shardings: Any) -> NoReturn:
+    """Raise `UserError` that names the first array whose values differ between the processes.
+
+    Called where the error of jax for the whole tree is handled, on all processes: each placement compares them again.
+    """
+    for (path, leaf), sharding in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(shardings), strict=True):
+        try:
+            jax.device_put(leaf, sharding)
+        except AssertionError:
+            raise UserError(
+                f"{path_name(path)}: its values differ between the processes, or are NaN; allowed: the same values on"
+                " each, which keeps its shards of them; make them with one seed, or read them from one file"
+            ) from None
+    raise  # the error that is being handled
+
+
 def refuse_layouts(error: ValueError, trace: Callable[[], Any]) -> None:
     """Raise `UserError` if a step could not be compiled because code inside the manual region asks for a layout.
 

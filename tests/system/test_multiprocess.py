@@ -208,6 +208,28 @@ def test_each_process_has_a_run_directory_of_its_own(processes: Processes) -> No
     assert not first.exists() and not second.exists()
 
 
+def test_parameters_that_differ_between_processes(processes: Processes) -> None:
+    """As made with a seed of each process's own. jax alone prints both arrays behind a long traceback."""
+    code = """
+import os, jax, jaxdist, jax.numpy as jnp, optax
+from jaxdist.runtime.join.environment import find_job
+from jaxdist.runtime.join.join import join_job
+join_job(find_job(os.environ))
+mesh = jaxdist.make_mesh(data=jax.device_count())
+params = {"same": jnp.ones((4, 2)), "layer": {"w": jnp.full((4, 2), float(jax.process_index()))}}
+try:
+    jaxdist.init_state(params, optax.sgd(0.1), mesh)
+except jaxdist.UserError as error:
+    print(error)
+"""
+    port = free_port()
+    for rank in (0, 1):
+        processes.add(["-c", code], torchrun(port, rank))
+    assert processes.wait(60) == [0, 0], processes.logs()
+    for rank in (0, 1):
+        assert "layer.w: its values differ between the processes, or are NaN; allowed: " in processes.out(rank)
+
+
 @pytest.mark.slow
 def test_error_in_one_process_ends_it_at_once(processes: Processes) -> None:
     """Its peer says so, with the same status."""
