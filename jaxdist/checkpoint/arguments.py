@@ -1,9 +1,12 @@
 """What calls of `Checkpoints` are given, each checked before anything is read or written."""
 
 import operator
+import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,11 @@ from jaxdist.files.user_path import user_path
 from jaxdist.processes import done_by_first, from_all
 from jaxdist.state import TrainState
 
-_VISIBLE_S = 10.0  # how long a network file system may take to show a new folder to other hosts
+# How long a network file system may take to show a new folder to other hosts. NFS remembers for up to 60 s, by its
+# default options (acdirmax), that a parent of the folder was not there. Only a job that is refused waits for all of it.
+_VISIBLE_S = 90.0
+_NOTICE_S = 5.0  # who waits for longer says so
+_SHOWN = 8  # ranks that a message names; of the others it says how many they are
 
 
 def folder_of_user(given: str | Path) -> Path:
@@ -28,30 +35,54 @@ def folder_of_user(given: str | Path) -> Path:
     return folder.absolute()
 
 
-def check_shared(folder: Path) -> None:
+def check_shared(folder: Path) -> bool:
     """Raise `UserError`, on all processes, where some do not see the folder of process 0: saves would land without
-    their shards. Every process must call it, once the folder is there."""
-    if jax.process_count() == 1:
-        return
+    their shards. Every process must call it, once the folder is there.
 
-    def make() -> list[str]:
+    Returns False where process 0 can make nothing in it, so that nobody knows: it may be there to be read only. To be
+    called again before a save.
+    """
+    if jax.process_count() == 1:
+        return True
+
+    def make() -> list[str] | None:
         probe = folder / f"{PROBE}{TEMPORARY}-{secrets.token_hex(8)}"  # a new name, which no cache has missed before
-        probe.mkdir()
+        try:
+            probe.mkdir()
+        except OSError:  # read-only or full: a save says so, and what is there can be restored
+            return None
         return [str(folder), probe.name]
 
-    where, name = done_by_first(make)
-    limit = time.monotonic() + _VISIBLE_S
-    while not (seen := (folder / name).is_dir()) and time.monotonic() < limit:
-        time.sleep(0.1)
-    others = [(rank, own) for rank, (saw, own) in enumerate(from_all((seen, str(folder)))) if not saw]
+    made = done_by_first(make)
+    if made is None:
+        return False
+    where, name = made
+    looks = from_all((_wait_to_see(folder / name), str(folder)))
     if jax.process_index() == 0:
-        (folder / name).rmdir()
-    if others:
+        with suppress(OSError):  # the processes must go on together; `remove_leftovers` removes it at the next start
+            (folder / name).rmdir()
+    if blind := [rank for rank, (seen, _) in enumerate(looks) if not seen]:
+        ranks = f"rank{'s' if len(blind) > 1 else ''} {', '.join(map(str, blind[:_SHOWN]))}"
+        more = f" and {len(blind) - _SHOWN} more" if len(blind) > _SHOWN else ""
         raise UserError(
-            f"checkpoints: rank {others[0][0]} does not see what rank 0 has made in {where} (its own folder is"
-            f" {others[0][1]}); allowed: one folder for all processes; give one on storage that all hosts share, as"
-            " --run-dir with an absolute path"
+            f"checkpoints: what rank 0 has made in {where} was not seen within {_VISIBLE_S:g} s by {ranks}{more} (rank"
+            f" {blind[0]} looked in {looks[blind[0]][1]}); allowed: one folder for all processes; give one on storage"
+            " that all share, as --run-dir or the folder of `Checkpoints`"
         )
+    return True
+
+
+def _wait_to_see(probe: Path) -> bool:
+    """Whether a folder that process 0 has made is there, now or within `_VISIBLE_S`."""
+    begun, told = time.monotonic(), False
+    # Not by Path.is_dir: it raises where the folder may not be entered or its host fails, and the others would wait.
+    while not (seen := os.path.isdir(probe)) and (waited := time.monotonic() - begun) < _VISIBLE_S:  # noqa: PTH112
+        if waited > _NOTICE_S and not told:
+            what = f"waits up to {_VISIBLE_S:g} s to see what rank 0 has made in {probe.parent}"
+            print(f"rank {jax.process_index()} {what}", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(0.1)
+    return seen
 
 
 def whole_state(state: Any, name: str) -> TrainState:

@@ -89,9 +89,8 @@ class Checkpoints:
         self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier(entered)
         self._is_finite = jax.jit(tree_is_finite)
         self._manager = self._open()
-        check_shared(self._folder)
-        for step in self._manager.all_steps():
-            self._retention.losses[step] = loss_of(self._folder / str(step))
+        self._shared = check_shared(self._folder)
+        self._retention.losses.update({step: loss_of(self._folder / str(step)) for step in self._manager.all_steps()})
         self.under_way: int | None = None  # the step of a save that was not waited for; the same on every process
         self._ahead: tuple[int, Future[Integrity]] | None = None
         self._closing = Event()
@@ -220,6 +219,7 @@ class Checkpoints:
         self._saves.enter("copying")
         if anywhere(problem is not None):
             self._fail(step, problem)
+        self._shared = self._shared or check_shared(self._folder)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)
         record = {"checksums": CHECKPOINT_FORMAT} | ({} if loss is None else {"loss": loss})
         items = {"state": ocp.args.PyTreeSave(_lasting(state)), "meta": ocp.args.JsonSave(meta | {RECORD: record})}

@@ -4,12 +4,14 @@ import json
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jobs import Environ, Processes, by_jax, free_port, torchrun
@@ -23,6 +25,7 @@ from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
 from jaxdist.runtime.join.environment import Job, find_job
 from jaxdist.runtime.run_claim import LOCK, RunClaim
+from jaxdist.state import TrainState
 from jaxdist.trainer.train import train
 
 pytestmark = pytest.mark.xdist_group("processes")  # runs and commands are shared by the tests of this file
@@ -195,16 +198,22 @@ def test_the_directory_of_two_processes_is_moved(processes: Processes) -> None:
 def test_each_process_has_a_run_directory_of_its_own(processes: Processes) -> None:
     """As on hosts that share no storage: said before the first step, not by checkpoints without their shards."""
     port = free_port()
+    hurried = (
+        "import sys; from jaxdist.checkpoint import arguments; arguments._VISIBLE_S, arguments._NOTICE_S = 2, 1\n"
+        "from jaxdist.cli.runs.train import main; sys.exit(main(sys.argv[1:], 'train.py'))"
+    )
     for rank in (0, 1):
         here = processes.folder / f"host{rank}"
         here.mkdir()
         for name in ("tiny.yaml", "text.py"):
             shutil.copy(processes.folder / name, here)
-        processes.add([*SCRIPT, "--run-dir", "run"], torchrun(port, rank), here)
+        processes.add(["-c", hurried, *SCRIPT[1:], "--run-dir", "run"], torchrun(port, rank), here)
     assert processes.wait(90) == [2, 2], processes.logs()
     first, second = (processes.folder / f"host{rank}" / "run" / "checkpoints" for rank in (0, 1))
-    line = f"error: checkpoints: rank 1 does not see what rank 0 has made in {first} (its own folder is {second}); "
-    assert all(processes.err(rank).startswith(line) for rank in (0, 1)), processes.logs()
+    waits = f"rank 1 waits up to 2 s to see what rank 0 has made in {second}\n"
+    line = f"error: checkpoints: what rank 0 has made in {first} was not seen within 2 s by rank 1 (rank 1 looked in"
+    for rank, before in enumerate(("", waits)):
+        assert processes.err(rank).startswith(f"{before}{line} {second}); "), processes.logs()
     assert not first.exists() and not second.exists()
 
 
@@ -228,6 +237,53 @@ except jaxdist.UserError as error:
     assert processes.wait(60) == [0, 0], processes.logs()
     for rank in (0, 1):
         assert "layer.w: its values differ between the processes, or are NaN; allowed: " in processes.out(rank)
+
+
+RESTORE = """
+import jax, jax.numpy as jnp, numpy as np, sys
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxdist import make_mesh
+from jaxdist.checkpoint import Checkpoints, SaveFailed
+from jaxdist.state import TrainState
+mesh = make_mesh(fsdp=2)
+place = lambda spec: NamedSharding(mesh, PartitionSpec(*spec))
+target = TrainState(
+    jax.ShapeDtypeStruct((), jnp.int32, sharding=place(())),
+    {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place(("fsdp",)))},
+    (),
+)
+with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+    state = checkpoints.restore(1, target)
+    (shard,) = state.params["w"].addressable_shards
+    print(np.asarray(shard.data).tolist())
+    try:
+        checkpoints.save(2, state, {})
+    except SaveFailed as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_restore_from_a_folder_that_can_only_be_read(processes: Processes) -> None:
+    disk, port = processes.folder / "disk", free_port()
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("no right to mount a file system: a read-only one is NOT tested here")
+    try:
+        with Checkpoints(disk, keep=2) as checkpoints:
+            checkpoints.save(1, TrainState(jnp.int32(1), {"w": jnp.arange(8.0)}, ()), {})
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for rank in (0, 1):
+            processes.add(["-c", RESTORE, str(disk), f"127.0.0.1:{port}", str(rank)], {})
+        assert processes.wait() == [0, 0], processes.logs()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    said = ["Read-only file system", "another process could not"]
+    for rank, (why, first) in enumerate(zip(said, (0, 4), strict=True)):
+        shard = [float(number) for number in range(first, first + 4)]
+        assert processes.out(rank).splitlines() == [str(shard), f"checkpoint of step 2 was not saved: {why}"]
 
 
 @pytest.mark.slow
