@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 
 _WRITERS = b"ts_pool_worker"  # tensorstore's name for its threads
 _TASKS = Path("/proc/self/task")
@@ -54,22 +55,34 @@ def writers_step_back() -> threading.Thread:
 
 
 @functools.lru_cache(maxsize=8)
-def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Any:
+def _copier(shardings: tuple[Sharding, ...]) -> Any:
     """One program for all arrays: it copies them on all cores at once."""
     return jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves], out_shardings=[*shardings])
+
+
+def _devices_in_order(sharding: Sharding) -> tuple[jax.Device, ...]:
+    """The devices of a sharding in its own order; () where JAX does not tell it."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sharding.device_set) if len(sharding.device_set) == 1 else ()
 
 
 def own_copy(tree: Any) -> Any:
     """A copy of the arrays that are on CPUs. On other devices a save makes a copy itself. On CPUs it reads the arrays'
     own buffers, and the next train step would have to copy them all instead of working in place."""
     leaves, treedef = jax.tree.flatten(tree)
-    of_devices: dict[frozenset[jax.Device], list[int]] = {}
+    # By devices: a program takes arrays of the same devices in the same order.
+    groups: dict[tuple[jax.Device, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform == "cpu":
-            of_devices.setdefault(frozenset(leaf.devices()), []).append(i)
-    for places in of_devices.values():
+            if devices := _devices_in_order(leaf.sharding):
+                groups.setdefault(devices, []).append(i)
+            else:
+                leaves[i] = jax.device_put(leaf, leaf.sharding, may_alias=False)
+    for places in groups.values():
         found = [leaves[i] for i in places]
-        copies = _copier(tuple(leaf.sharding for leaf in found))(found)
+        with jax.set_mesh(None):  # inside the caller's `jax.set_mesh`, JAX would refuse arrays of other devices
+            copies = _copier(tuple(leaf.sharding for leaf in found))(found)
         for i, copy in zip(places, copies, strict=True):
             leaves[i] = copy
     return jax.tree.unflatten(treedef, leaves)

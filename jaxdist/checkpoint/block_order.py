@@ -117,9 +117,7 @@ def in_model_order(state: TrainState, order: np.ndarray) -> TrainState:
     """
     rows = rows_of_blocks(order)
 
-    def one(leaf: jax.Array, dim: int) -> jax.Array:
-        if dim == NONE:
-            return own_copy(leaf)
+    def moved(leaf: jax.Array, dim: int) -> jax.Array:
         sharding = leaf.sharding
         if not isinstance(sharding, NamedSharding):  # made without a mesh
             return take_rows(leaf, rows, dim=dim)
@@ -127,7 +125,11 @@ def in_model_order(state: TrainState, order: np.ndarray) -> TrainState:
         out = aside.with_memory_kind(HOST) if has_host_memory(sharding.mesh) else aside
         return _taken(leaf, rows, dim=dim, aside=aside, out=out)
 
-    return jax.tree.map(one, state, stacked_dims(state))
+    leaves, treedef = jax.tree.flatten(state)
+    dims = jax.tree.leaves(stacked_dims(state))
+    others = iter(own_copy([leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == NONE]))  # by one program
+    placed = [next(others) if dim == NONE else moved(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+    return jax.tree.unflatten(treedef, placed)
 
 
 def as_saved(target: TrainState, rows: np.ndarray, saved: np.ndarray | None) -> TrainState:

@@ -1,5 +1,6 @@
 """What a save leaves to the training beside it: its buffers, and the processor."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -9,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist import make_mesh
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.background import own_copy, step_back, writers_step_back
+from jaxdist.checkpoint.reader import open_steps
 from jaxdist.mesh import HOST
 from jaxdist.state import TrainState
 
@@ -33,6 +35,35 @@ def test_a_copy_shares_no_buffer(memory):
     assert not set(pointers(leaf)) & set(pointers(copy))
     assert copy.sharding == leaf.sharding
     np.testing.assert_array_equal(np.asarray(copy), np.asarray(leaf))
+
+
+def placed(case: str) -> jax.Array:
+    """A leaf that does not lie as most of a state does, which is on the first four devices."""
+    devices = jax.devices()
+    if case == "uncommitted step":
+        return jnp.int32(3)
+    if case == "single device":
+        return jax.device_put(jnp.arange(8.0), devices[5])
+    chosen = devices[:2] if case == "fewer devices" else devices[3::-1]
+    return jax.device_put(jnp.arange(8.0), NamedSharding(Mesh(np.array(chosen), "x"), PartitionSpec("x")))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("case", ["uncommitted step", "single device", "fewer devices", "other order"])
+def test_leaves_on_other_devices(case: str, inside: bool, tmp_path: Path):
+    """inside: a `jax.set_mesh` of the mesh that most leaves are on."""
+    mesh, leaf = Mesh(np.array(jax.devices()[:4]), "x"), placed(case)
+    weights = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        for before, copy in zip((weights, leaf), own_copy([weights, leaf]), strict=True):
+            assert not set(pointers(before)) & set(pointers(copy))
+            assert copy.sharding == before.sharding
+            np.testing.assert_array_equal(np.asarray(copy), np.asarray(before))
+        state = TrainState(jnp.int32(3), {"w": weights}, (), model_state={"leaf": leaf})
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            checkpoints.save(3, state, {})
+            checkpoints.wait()
+        np.testing.assert_array_equal(open_steps(tmp_path)[0].model_state()["leaf"], np.asarray(leaf))
 
 
 @pytest.mark.parametrize("order", [None, [1, 0]])

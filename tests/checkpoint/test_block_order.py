@@ -18,7 +18,18 @@ from levels import levels
 from jaxdist import load_config
 from jaxdist.build import Parts, assemble
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.checkpoint.block_order import NONE, _aside, _take, _taken, as_saved, between, in_order_of, stacked_dims
+from jaxdist.checkpoint.background import _copier
+from jaxdist.checkpoint.block_order import (
+    NONE,
+    _aside,
+    _take,
+    _taken,
+    as_saved,
+    between,
+    in_model_order,
+    in_order_of,
+    stacked_dims,
+)
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.cli.work.checkpoint import average
 from jaxdist.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig
@@ -249,6 +260,20 @@ def test_leaves_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     del made
     in_order_of(parts.target, states.pop(), order)
     assert alive == list(range(len(moved), 0, -1)) and len(alive) > 20
+
+
+def test_leaves_that_stay_are_copied_by_one_program() -> None:
+    parts = parts_of("uneven")
+    make = lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding)  # noqa: E731
+    state = jax.tree.map(make, parts.target)
+    assert jax.tree.leaves(stacked_dims(state)).count(NONE) > 5
+    _copier.cache_clear()
+    saved = in_model_order(state, parts.order)
+    assert _copier.cache_info().misses == 1
+    for dim, before, after in zip(*map(jax.tree.leaves, (stacked_dims(state), state, saved)), strict=True):
+        if dim == NONE:
+            assert after.sharding == before.sharding and after is not before
+            np.testing.assert_array_equal(after, before)
 
 
 YAML = """
