@@ -1,7 +1,8 @@
 """Reading checkpoints on the host, leaf by leaf, without a mesh, a model or an optimizer."""
 
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxdist.checkpoint.block_order import NONE, saved_order, stacked_dims
-from jaxdist.checkpoint.checksums import loss_of, verify
+from jaxdist.checkpoint.checksums import loss_of, record_of, verify
 from jaxdist.checkpoint.errors import reading
 from jaxdist.checkpoint.retention import best_first
 from jaxdist.config.arguments import BEST
@@ -39,40 +40,69 @@ def step_folders(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), path.name))
 
 
-def open_steps(run_dir: Path, *, last: int = 1, step: int | str | None = None) -> list["Stored"]:
-    """Complete steps of `step_folders`. Raises `UserError` where they are not there.
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
-    last: without `step`, how many of the newest, oldest first.
-    step: one alone: its number, or `BEST` for the one with the least evaluation loss.
+
+def open_steps(
+    run_dir: Path, *, last: int = 1, step: int | str | None = None, say: Callable[[str], None] = _to_stderr
+) -> list["Stored"]:
+    """Complete steps of `step_folders`. Raises `UserError` where they are not there, or damaged.
+
+    - last: without `step`, how many of the newest, oldest first.
+    - step: one alone: its number, or `BEST` for the intact one with the least evaluation loss.
+    - say: gets a line about each better one that is damaged.
     """
     complete = [path for path in step_folders(run_dir) if is_complete(path)]
-    if step == BEST:
-        judged = best_first({int(path.name): loss_of(path) for path in complete})
-        if not judged:
-            raise UserError(
-                f"--step: {BEST}, but no complete step in {run_dir} was saved with an evaluation's loss; allowed: its"
-                " number. Set train.eval_every, or give `Checkpoints.save` the loss"
-            )
-        step = judged[0]
+    if step == BEST and complete:
+        return [Stored(_best_intact(complete, run_dir, say))]
     chosen = complete[-last:] if step is None else [path for path in complete if path.name == str(step)]
     if not chosen or (step is None and len(chosen) < last):
         wanted = f"--last: {last}" if step is None else f"--step: {step}"
-        steps = ", ".join(path.name for path in complete) or "none"
-        raise UserError(f"{wanted}, but the complete steps in {run_dir} are: {steps}")
+        raise UserError(f"{wanted}, but the complete steps in {run_dir} are: {_names(complete) or 'none'}")
     for path in chosen:
         if problems := verify(path):
             raise UserError(f"{path}: is damaged: {'; '.join(problems)}; use another step")
     return [Stored(path) for path in chosen]
 
 
-def newest_intact_step(run_dir: Path, say: Callable[[str], None]) -> Path:
-    """The folder of the newest complete step whose files are as they were written. Nothing is moved. say: gets a line
-    about each newer, damaged one. Raises `UserError` where there is none."""
-    for path in filter(is_complete, reversed(step_folders(run_dir))):
+def _names(folders: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in folders)
+
+
+def _first_intact(folders: Iterable[Path], say: Callable[[str], None]) -> Path | None:
+    """The first folder of a step whose files are as they were written. say: gets a line about each before it."""
+    for path in folders:
         problems = verify(path)
         if not problems:
             return path
         say(f"checkpoint of step {path.name} is damaged, and passed over: {'; '.join(problems)}")
+    return None
+
+
+def _best_intact(complete: list[Path], run_dir: Path, say: Callable[[str], None]) -> Path:
+    """The folder of the intact step with the least evaluation loss. Raises `UserError` where there is none."""
+    for path in (unread := [path for path in complete if record_of(path) is None]):
+        say(f"checkpoint of step {path.name} is damaged, and passed over: its evaluation loss cannot be read")
+    folders = {int(path.name): path for path in complete}
+    judged = [folders[step] for step in best_first({step: loss_of(path) for step, path in folders.items()})]
+    if found := _first_intact(judged, say):
+        return found
+    others = _names(path for path in complete if path not in (*judged, *unread))
+    mend = f"give a number: {others}" if others else "use a copy of the run"
+    if judged:
+        raise UserError(f"--step: {BEST}, but all steps in {run_dir} with an evaluation's loss are damaged; {mend}")
+    raise UserError(
+        f"--step: {BEST}, but no complete step in {run_dir} was saved with an evaluation's loss; {mend}. Set"
+        " train.eval_every, or give `Checkpoints.save` the loss, for later ones"
+    )
+
+
+def newest_intact_step(run_dir: Path, say: Callable[[str], None] = _to_stderr) -> Path:
+    """The folder of the newest complete step whose files are as they were written. Nothing is moved. say: gets a line
+    about each newer, damaged one. Raises `UserError` where there is none."""
+    if found := _first_intact(filter(is_complete, reversed(step_folders(run_dir))), say):
+        return found
     raise UserError(f"{run_dir}: holds no intact checkpoint; jaxdist checkpoint verify says what there is of each")
 
 

@@ -432,8 +432,31 @@ def test_kept_on_the_disk_and_after_a_restart(tmp_path: Path) -> None:
         checkpoints.save(9, state, {})
     assert [stored.step for stored in open_steps(tmp_path, step="best")] == [8], "of equal ones the later"
     shutil.rmtree(tmp_path / "8")
-    with pytest.raises(UserError, match="^--step: best, but no complete step in .* was saved with an evaluation"):
+    with pytest.raises(
+        UserError, match="^--step: best, but no complete step in .* was saved with .*; give a number: 9"
+    ):
         open_steps(tmp_path, step="best")
+
+
+def test_a_damaged_step_is_not_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is passed over and named, as the newest one is. So is one of which nobody can say how good it was."""
+    with Checkpoints(tmp_path, keep=4) as checkpoints:
+        for step, loss in {1: 3.0, 2: 1.0, 3: 2.0, 4: None}.items():
+            checkpoints.save(step, state_of(step), {}, loss=loss)
+    passed = "checkpoint of step {} is damaged, and passed over: "
+    (tmp_path / "2" / "state" / "_METADATA").unlink()
+    assert [stored.step for stored in open_steps(tmp_path, step="best")] == [3]
+    assert capsys.readouterr().err == passed.format(2) + "state/_METADATA is missing\n"
+    (tmp_path / "3" / "meta" / "metadata").write_text("{")
+    lines: list[str] = []
+    assert [stored.step for stored in open_steps(tmp_path, step="best", say=lines.append)] == [1]
+    assert [line.partition(" is ")[0] for line in lines] == ["checkpoint of step 3", "checkpoint of step 2"]
+    assert lines[0] == passed.format(3) + "its evaluation loss cannot be read"
+    (tmp_path / "1" / "state" / "_METADATA").unlink()
+    refused = "^--step: best, but all steps in .* with an evaluation's loss are damaged; give a number: 4$"
+    with pytest.raises(UserError, match=refused):
+        open_steps(tmp_path, step="best")
+    assert steps_in(tmp_path) == ["1", "2", "3", "4"], "they stay"
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def chosen_step(run_dir: Path, step: int | str | None) -> Path:
     def find() -> str:
         if step is not None:
             return str(open_steps(run_dir, step=step)[0].folder)
-        return str(newest_intact_step(run_dir, lambda line: print(line, file=sys.stderr, flush=True)))
+        return str(newest_intact_step(run_dir))
 
     return Path(done_by_first(find))
 
