@@ -364,6 +364,20 @@ def test_killed_around_the_checksums(when: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"], "the half is gone"
 
 
+def test_a_shard_that_was_never_written(copy: Path) -> None:
+    """As of a process whose folder was another one: the checksums are right, and orbax finds no array."""
+    written = (copy / "2" / "state" / "ocdbt.process_0" / "d").iterdir()
+    max(written, key=lambda path: path.stat().st_size).unlink()
+    (copy / "2" / CHECKSUMS).unlink()
+    seal(copy / "2", 2)
+    with Checkpoints(copy, keep=2) as checkpoints:
+        with pytest.raises(
+            UserError, match="^checkpoint of step 2 cannot be read: ValueError: [^\n]*; use another one"
+        ):
+            checkpoints.restore(2, asked())
+        assert_same(checkpoints.restore(1, asked()), state_of(1))
+
+
 def test_what_hides_behind_orbax_s_bare_exception() -> None:
     """As a shard that is missing. What has another cause is no damage."""
     said = "^step 3 cannot be read: ValueError: NOT_FOUND: chunk; use another one$"
