@@ -38,7 +38,7 @@ from jaxdist.specs import (
     spec_leaves,
     without_idle,
 )
-from jaxdist.state import TrainState, abstract_state, allocate, place, place_params, shardings_of
+from jaxdist.state import TrainState, abstract_state, allocate, lay_out, place_params, shardings_of
 
 Rules = Sequence[tuple[str, P]]
 ParameterSource = ModelDef | ModuleLoss | Callable[[jax.Array], PyTree] | PyTree
@@ -336,4 +336,4 @@ def init_state(
         return carrying(state, carry(key), target)
     # Copies: the state is donated, and the caller keeps what he gave.
     copies = jax.tree.map(lambda leaf, like: jnp.array(leaf, like.dtype), model_state, carried)
-    return carrying(state, place(copies, carried), target)
+    return carrying(state, lay_out(copies, carried), target)

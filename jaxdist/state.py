@@ -209,12 +209,12 @@ def allocate(
 def place_params(params: PyTree, optimizer: optax.GradientTransformation, target: TrainState) -> TrainState:
     """A state at step 0 from existing parameters, in the layout of `target`."""
     strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)  # a weak type would compile twice
-    placed = place(strong, target.params)
+    placed = lay_out(strong, target.params)
     make = lambda params: fresh_state(params, optimizer, target.residual)  # noqa: E731
     return jax.jit(make, out_shardings=shardings_of(target))(placed)
 
 
-def place(tree: PyTree, target: PyTree) -> PyTree:
+def lay_out(tree: PyTree, target: PyTree) -> PyTree:
     """The arrays of `tree` in the layouts of `target`. Raises `UserError` where the processes give different values."""
     try:
         return jax.device_put(tree, shardings_of(target))
