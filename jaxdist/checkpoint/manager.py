@@ -218,7 +218,7 @@ class Checkpoints:
         self._saves.enter("making its folder")
         problem = self.no_room()
         self._saves.enter("copying")
-        if anywhere(problem is not None):
+        if self._saves.fails_anywhere(problem is not None):
             self._fail(step, problem)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)
         record = {"checksums": CHECKPOINT_FORMAT} | ({} if loss is None else {"loss": loss})
