@@ -67,14 +67,16 @@ def make_mesh(
     known = math.prod(size for size in sizes.values() if size != -1)
     if free:
         if len(pool) % known:
-            raise UserError(f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide {len(pool)}")
+            raise UserError(
+                f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide the number of devices,"
+                f" {len(pool)}; change one of them"
+            )
         sizes[free[0]] = len(pool) // known
     total = math.prod(sizes.values())
     if total > len(pool):
         shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-        raise UserError(
-            f"mesh: {shape} needs {total} devices, there are {len(pool)}; make it smaller, or set jax_num_cpu_devices"
-        )
+        more = ", or set jax_num_cpu_devices" if any(each.platform == "cpu" for each in pool) else ""
+        raise UserError(f"mesh: {shape} needs {total} devices, there are {len(pool)}; make it smaller{more}")
     if missing := {device.process_index for device in pool} - {device.process_index for device in pool[:total]}:
         raise UserError(
             f"mesh: {total} devices leave process {min(missing)} without one; enlarge it, or start fewer processes"

@@ -49,7 +49,7 @@ def test_the_rest_axis_takes_what_is_left() -> None:
         ({"data": 0}, "mesh.data=0: allowed are integers >= 1"),
         ({"data": -2}, "mesh.data=-2"),
         ({"data": -1, "fsdp": -1}, "only one axis may be -1, got data, fsdp"),
-        ({"data": 3, "fsdp": -1}, "mesh.fsdp=-1: the other axes multiply to 3, which does not divide 8"),
+        ({"data": 3, "fsdp": -1}, "mesh.fsdp=-1: the other axes .* 3, which does not divide the number of devices, 8;"),
         (
             {"data": 4, "tensor": 4},
             "tensor=4 needs 16 devices, there are 8; make it smaller, or set jax_num_cpu_devices",
@@ -59,6 +59,12 @@ def test_the_rest_axis_takes_what_is_left() -> None:
 def test_meshes_that_cannot_be_are_named(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_mesh(**sizes)
+
+
+def test_a_mesh_too_large_for_gpus_is_not_told_of_cpus() -> None:
+    for devices in (devices_of(1, 8, lambda rank: 0), []):
+        with pytest.raises(UserError, match=rf"data=16 needs 16 devices, there are {len(devices)}; make it smaller$"):
+            make_mesh(data=16, devices=devices)  # type: ignore[arg-type]
 
 
 class Device:

@@ -13,6 +13,7 @@ import jaxdist
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.runtime.join.environment import find_job
 from jaxdist.runtime.join.join import join_job
+from jaxdist.runtime.run_folder import leave_stop_note
 
 
 def main(folder):
@@ -38,7 +39,8 @@ def main(folder):
                 if jax.process_index() == 0:
                     print(f"step {i + 1}: {jax.process_count()} processes, {mesh.size} devices, {metrics['loss']:.3f}")
             if stop:
-                return 75  # tells the launcher: stopped, the same command goes on
+                leave_stop_note(os.environ)  # tells the launcher: stopped, not to be started again
+                return 75  # the same command goes on
     return 0
 
 

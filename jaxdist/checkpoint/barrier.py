@@ -5,6 +5,7 @@ wait for 20 minutes. Here they wait in the job's key-value store, and look now a
 watches the job is told which phase of a save each of them is in.
 """
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxdist.processes import JobStore, Place, place
+from jaxdist.processes import JobStore, Place, anywhere, place
 
 MEET_S = 1200.0  # until every process must have come, by a clock that nobody sets
+TELL_S = 30.0  # until the processes that have not called save are named
 LOOK_S = 0.5  # between two looks whether another process has failed
 # What a process has done more, or less, than others that have met as often. Process 0 makes the folder alone.
 LEADS = {"making its folder": -1, "writing": 1}
@@ -60,6 +62,23 @@ class SaveBarrier:
         self._save, self._failed, self._uses = self._save + 1, False, Counter()
         self._met = MOST_MET * self._save
         self.enter("copying")
+
+    def fails_anywhere(self, fails: bool) -> bool:
+        """Whether this save fails on any process before it begins to write. Waits for all of them, and says on standard
+        error which have not called save, where that takes `TELL_S`."""
+        here = place()
+        store = self._find_store(here)
+        if store is None:
+            return anywhere(fails)
+        key = f"{self._save}/called"
+        store.set(f"{key}/{here.rank}")
+        late = threading.Timer(TELL_S, _name_missing, (store, key, here))  # this thread waits inside JAX
+        late.daemon = True
+        late.start()
+        try:
+            return anywhere(fails)
+        finally:
+            late.cancel()
 
     def enter(self, phase: str, *, meeting: int = 0) -> None:
         """Enter a phase of a save, on this process. meeting: 1 where all processes do at the same point."""
@@ -109,6 +128,15 @@ class SaveBarrier:
                 raise FailedElsewhere
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer to {key}")
+
+
+def _name_missing(store: JobStore, key: str, here: Place) -> None:
+    """Say which processes have not set their key in the store. The lowest rank that has set its own says it."""
+    missing = {rank for rank in range(here.processes) if store.get(f"{key}/{rank}") is None}
+    if missing and here.rank == min(set(range(here.processes)) - missing):
+        names = ", ".join(map(str, sorted(missing)[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        line = f"save: not called in {TELL_S:g} s by rank {names}; every process must call it, at the same steps"
+        print(line, file=sys.stderr, flush=True)
 
 
 class _SharedFuture:

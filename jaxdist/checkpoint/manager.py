@@ -217,7 +217,7 @@ class Checkpoints:
         self._saves.enter("making its folder")
         problem = self.no_room()
         self._saves.enter("copying")
-        if anywhere(problem is not None):
+        if self._saves.fails_anywhere(problem is not None):
             self._fail(step, problem)
         self._shared = self._shared or check_shared(self._folder)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)

@@ -2,7 +2,7 @@
 
 import fnmatch
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,13 @@ def _with_tokenizer(config: Config) -> Config:
     return config
 
 
-def _completed(given: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
+def _completed(given: dict[str, Any], on_top: Mapping[str, str]) -> dict[str, Any]:
     """The keys of section model that `model.from` stands for. See `read_config`."""
     model = given.get("model")
     if not isinstance(model, dict) or not isinstance(where := model.get("from"), str):
         return {}
     folder = user_path(where, key="model.from")  # before what reads models is loaded
-    taken = {*model, *(each.removeprefix("model.") for each in named)}
+    taken = model | {name.removeprefix("model."): text for name, text in on_top.items()}
     return {"model": registry.load(_PLACES, "architecture", key="model.from")(folder, taken)}
 
 

@@ -9,7 +9,7 @@ import keyword
 import logging
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -61,12 +61,12 @@ def read_config(
     cls: type[_T],
     path: str | Path,
     overrides: Sequence[str],
-    completed: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = lambda given, named: {},
+    completed: Callable[[dict[str, Any], Mapping[str, str]], dict[str, Any]] = lambda given, on_top: {},
 ) -> _T:
     """A `cls` from the YAML file at `path` with each `section.key=value` on top, in order. Errors: `UserError`.
 
-    completed: (the values that are given, not checked yet, but those of options of an entry on top; the dotted names of
-        all keys on top) -> values below them, for what is not given.
+    completed: (the values that are given, not checked yet, but those of options of an entry on top; {the dotted name of
+        each key on top: its text}) -> values below them, for what is not given.
     """
     text = _read_text(Path(path))
     tree = parse_yaml(text, str(path))
@@ -74,10 +74,10 @@ def read_config(
         raise UserError(f"{path}: the top level is {show(tree)}; allowed: sections, that is {', '.join(keys(cls))}")
     # Which keys there are depends on the entries that are named, so these are found first, in keys that do not depend.
     common, usual = dict(all_keys(cls)), _section(cls, {})
-    named = [each.partition("=")[0].strip() for each in overrides]
-    naming = [_override(usual, each) for each, key in zip(overrides, named, strict=True) if key in common]
+    parts = [(key.strip(), text.strip()) for key, _, text in (each.partition("=") for each in overrides)]
+    naming = [_override(usual, each) for each, (key, _) in zip(overrides, parts, strict=True) if key in common]
     given: dict[str, Any] = functools.reduce(_merged, naming, tree)
-    below = completed(given, named)
+    below = completed(given, dict(parts))
     top = _section(cls, _merged(below, given))
     # Each layer is checked by itself first, so that a wrong line in the file is found even where an override hides it.
     layers = [_checked(top, top, layer) for layer in (below, tree, *(_override(top, each) for each in overrides))]

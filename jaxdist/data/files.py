@@ -15,21 +15,40 @@ _PROBE_BYTES = 8192
 
 def read_text(file: Path) -> bytes | None:
     """The content of a file, without a byte order mark; None if it is binary, that is, has a NUL byte in its first
-    8 KiB."""
+    8 KiB, or begins with the byte order mark of UTF-16."""
     with file.open("rb") as stream:
         head = stream.read(_PROBE_BYTES)
-        return None if b"\0" in head else (head + stream.read()).removeprefix(codecs.BOM_UTF8)
+        binary = b"\0" in head or _is_utf16(head)
+        return None if binary else (head + stream.read()).removeprefix(codecs.BOM_UTF8)
 
 
-def named_text(file: Path, *, key: str) -> bytes:
-    """`read_text` of a file that the user named in `key`. Raises `UserError` for a binary one."""
+def _is_utf16(head: bytes) -> bool:
+    """Whether a file that begins so is text in UTF-16. Of such text in Japanese, no byte need be NUL."""
+    # UTF-32's mark begins with that of UTF-16.
+    return head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not head.startswith(codecs.BOM_UTF32_LE)
+
+
+def named_text(file: Path, *, key: str, instead: str = "") -> bytes:
+    """`read_text` of a file that the user named in `key`. Raises `UserError` for a binary one.
+
+    instead: what reads a binary file.
+    """
     content = read_text(file)
-    if content is None:
-        raise UserError(
-            f"{key}: {str(file)!r} is binary; allowed: text in UTF-8, without NUL bytes in its first 8 KiB; other files"
-            " are read by data.source=parquet, tokens, arrayrecord or images"
-        )
-    return content
+    if content is not None:
+        return content
+    with file.open("rb") as stream:
+        if _is_utf16(stream.read(4)):
+            raise UserError(
+                f"{key}: {str(file)!r} is text in UTF-16; allowed: UTF-8; convert: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+            )
+    raise UserError(
+        f"{key}: {str(file)!r} is binary; allowed: text in UTF-8, without NUL bytes in its first 8 KiB{instead}"
+    )
+
+
+def left_out(binary: int) -> list[str]:
+    """The line that says how many binary files were left out; [] for none."""
+    return [f"{binary:,} binary file{'s' * (binary > 1)} left out"] if binary else []
 
 
 def text_files(root: Path, *, library: bool = False) -> list[Path]:

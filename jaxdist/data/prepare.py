@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config.json_reader import parse_document
-from jaxdist.data.files import named_text, read_text, text_files
+from jaxdist.data.files import left_out, named_text, read_text, text_files
 from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
 from jaxdist.data.source import hash_fraction, readable, split_tail
 from jaxdist.data.text.tokenizer import open_model, package, vocab_of
@@ -67,15 +67,17 @@ def input_files(inputs: Sequence[str | Path]) -> list[Input]:
     return found
 
 
-def documents(files: Sequence[Input], field: str) -> Iterator[Document]:
+def documents(files: Sequence[Input], field: str, binary: set[Path]) -> Iterator[Document]:
     """The documents: a file each, or a line of a `.jsonl` file (its text is under the key `field`). Binary files are
-    empty; one that the user named is refused."""
+    empty, and added to `binary`; one that the user named is refused."""
     for file, named, size in files:
         with readable("INPUT", file):
             if file.suffix == ".jsonl":
                 yield from _lines(file, field)
             else:
-                text = named_text(file, key="INPUT") if named else read_text(file)
+                text = named_text(file, key="INPUT", instead="; leave it out") if named else read_text(file)
+                if text is None:
+                    binary.add(file)
                 yield Document(text or b"", str(file), size)
 
 
@@ -107,18 +109,15 @@ def file_tokenizer(path: Path, end: str = "") -> DocumentEncoder:
     """The tokenizer in a JSON file of the package `tokenizers`, or in the folder of one. It adds no special tokens and
     cuts no text.
 
-    Raises `UserError` where the package is not installed, the file holds no tokenizer, or `end` is none of its tokens.
+    Raises `UserError` where the package is not installed, the file holds no tokenizer, or `end` is none of the tokens
+    that are added to it.
     """
     package(key="--tokenizer", where=str(path), instead=", or use --tokenizer bytes")
     path = path / "tokenizer.json" if path.is_dir() else path
     with readable("--tokenizer", path):
         content = path.read_bytes()
     model = open_model(content, key="--tokenizer", where=str(path))
-    if end and model.token_to_id(end) is None and len(model.encode(end, add_special_tokens=False).ids) != 1:
-        raise UserError(
-            f"--end: {end!r} is no token of {str(path)!r}; allowed: a text that is one token, such as the one that ends"
-            " its texts; or leave it out"
-        )
+    _check_added(model, end, path)
 
     def encode(batch: Sequence[Document], end: bytes) -> list[np.ndarray]:
         texts = []
@@ -138,6 +137,21 @@ def file_tokenizer(path: Path, end: str = "") -> DocumentEncoder:
 
     vocab = vocab_of(model, key="--tokenizer", where=str(path))
     return DocumentEncoder(path.name, vocab, hashlib.sha256(content).hexdigest(), encode)
+
+
+def _check_added(model: Any, end: str, path: Path) -> None:
+    """Raise `UserError` unless the end of documents is "" or one of the tokens that are added to a tokenizer.
+
+    Only those are one id after any text: others may merge with it, be unknown, or be spelled differently in the
+    vocabulary, as a line break is.
+    """
+    added = [each.content for each in model.get_added_tokens_decoder().values() if not each.single_word]
+    if end and end not in added:
+        names = ", ".join(map(repr, added[:5])) + (f" and {len(added) - 5} more" if len(added) > 5 else "")
+        raise UserError(
+            f"--end: {end!r} is no added token of {str(path)!r}; allowed: {names or 'none, for it has none'}; or leave"
+            " --end out, and write the ends into the texts"
+        )
 
 
 class _File:
@@ -190,6 +204,7 @@ class Preparation(NamedTuple):
     tokenizer: DocumentEncoder
     end: bytes
     held_out: float
+    binary: set[Path]  # files that are left out; filled while the others are read
 
 
 def prepare(
@@ -205,7 +220,8 @@ def prepare(
 
     - tokenizer: `bytes`, or a JSON file of the package `tokenizers`.
     - field: the key of the text in `.jsonl` files.
-    - end: is added to the end of each document before it is tokenized; one token of the tokenizer, but for bytes.
+    - end: is added to the end of each document before it is tokenized: an added token of the tokenizer, or any text for
+      bytes.
     - held_out: the share of val.bin. A document's side depends on its text alone, so the same text is never on both
       sides. If one side would be empty, the document nearest to the limit changes sides; if all documents are one text,
       its end is held out.
@@ -217,7 +233,7 @@ def prepare(
     if not 0 < held_out <= 0.5:
         raise UserError(f"--held-out: {held_out:g} is out of range; allowed: a number > 0 and <= 0.5")
     found = bytes_tokenizer() if tokenizer == "bytes" else file_tokenizer(Path(tokenizer).expanduser(), end)
-    work = Preparation(input_files(inputs), field, found, end.encode(), held_out)
+    work = Preparation(input_files(inputs), field, found, end.encode(), held_out, set())
     partial = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         partial.mkdir(parents=True)  # one that is there may be another host's, at work
@@ -272,6 +288,7 @@ def _write_both(folder: Path, work: Preparation) -> dict[str, Any]:
         "end": work.end.decode(),
         "documents": files["train.bin"]["documents"] + files["val.bin"]["documents"],
         "held_out": rule,
+        "binary_files_left_out": len(work.binary),
         "files": files,
     }
 
@@ -289,7 +306,7 @@ def _write(folder: Path, work: Preparation, limit: float | None) -> tuple[dict[s
     with ExitStack() as stack:
         train, val = (_Side(folder, name, _dtype(work.tokenizer), stack) for name in ("train", "val"))
         advance = _progress(sum(file.size for file in work.files), stack)
-        for batch in _batches(documents(work.files, work.field), advance):
+        for batch in _batches(documents(work.files, work.field, work.binary), advance):
             for document, ids in zip(batch, work.tokenizer.encode(batch, work.end), strict=True):
                 place = hash_fraction(document.text)
                 low, high = min(low, place), max(high, place)
@@ -338,5 +355,6 @@ def summary(manifest: dict[str, Any], out: Path) -> list[str]:
     return [
         *lines,
         f"tokenizer  {name}, {vocab:,} ids",
+        *left_out(manifest["binary_files_left_out"]),
         f"train with data.source=tokens data.path={out} model.vocab={vocab}",
     ]

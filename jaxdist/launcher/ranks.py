@@ -187,9 +187,9 @@ class Attempt:
         """Wait until all processes have ended.
 
         The first of `signals` is passed on as SIGTERM: ranks then stop together, with a checkpoint. That may take
-        minutes, so nothing ends those that still run `grace` seconds later: a line names them. After a second signal
-        all are killed. When a rank fails, the others cannot go on. They have `grace` seconds to say what they saw, then
-        they are killed.
+        minutes, so nothing ends those that still run `grace` seconds later (1 at least): a line names them. After a
+        second signal all are killed. When a rank fails, the others cannot go on. They have `grace` seconds to say what
+        they saw, then they are killed.
 
         Args:
             signals: Those that this process has received; more may come meanwhile.
@@ -199,6 +199,7 @@ class Attempt:
             say: Prints a line.
         """
         grace, deadline, tell, told, remind = self.plan.grace, float("inf"), 0.0, False, float("inf")
+        patience = max(grace, 1.0)  # ranks that stop at once are not told of, with --grace 0 either
         while running := self._running():
             now = time.monotonic()
             if self.screen.lost and not signals:
@@ -206,16 +207,17 @@ class Attempt:
             if self._asked(signals, note):
                 tell = now + grace
             if signals and not told and now >= tell:
-                told, remind = True, now + grace
+                told, remind = True, now + patience
                 for rank in running:
                     rank.send(signal.SIGTERM)
-            if now >= remind:
-                remind = float("inf")
-                names = name_ranks({rank.rank for rank in running}, most=8)
-                say(f"still running {grace:g} s after SIGTERM, maybe to save: {names}; another signal kills what runs")
             failed = [rank for rank in self.order if rank.status not in (HALTED if signals else (0,))]
             if peers.lost(failed=bool(failed)) or failed:
                 deadline = min(deadline, now + grace)
+            if now >= remind and deadline == float("inf"):  # else they are killed soon, without another signal
+                remind = float("inf")
+                names = name_ranks({rank.rank for rank in running}, most=8)
+                waits = f"still running {patience:g} s after SIGTERM, maybe to save: {names}"
+                say(f"{waits}; another signal kills what runs")
             if now >= deadline or len(signals) > 1:
                 for rank in running:
                     rank.send(signal.SIGKILL)

@@ -1,7 +1,8 @@
 """The architecture that a place says, as keys of section `model`."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxdist.checkpoint.huggingface.convert import dropout_of_config, model_of_config
@@ -22,10 +23,11 @@ def _text(path: Path) -> str:
         raise UserError(f"{_KEY}: {path} is not to be read: {error}") from None
 
 
-def architecture(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
+def architecture(folder: Path, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """The keys of section `model` for a Hugging Face folder, by its config.json, or for a run, by its config.yaml.
 
-    given: keys that the user gives beside it: his `dropout` stands for all rates of a config.json.
+    given: what the user gives beside it, by key: `dropout` stands for all rates of a config.json, and `head` says which
+        of them there are.
 
     Raises `UserError` for another place, and for a model that no configuration makes.
     """
@@ -35,7 +37,9 @@ def architecture(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
     elif (folder / CONFIG).exists():
         found = read_json(folder / CONFIG)
         keys = settings_of(model_of_config(found)[0])
-        keys |= {} if "dropout" in given else {"dropout": dropout_of_config(found)}
+        if "dropout" not in given:
+            head = given.get("head", keys.get("head"))
+            keys["dropout"] = dropout_of_config(found, classifies=head == "classification")
     else:
         said = "holds neither config.json nor config.yaml" if folder.is_dir() else "is no folder"
         raise UserError(

@@ -103,7 +103,8 @@ def make_log_folder(folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{option}: {shown} cannot be made: {error.strerror}; give another folder") from error
+        made = str(error.filename or folder)  # perhaps one above, which is the one that the user gave
+        raise UserError(f"{option}: {made!r} cannot be made: {error.strerror}; give another folder") from error
 
 
 def open_log(path: Path, option: str) -> int:

@@ -150,10 +150,20 @@ def show_changes(changed: dict[str, list[Any]], limit: int | None = None) -> str
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if limit and len(texts) > limit else "")
 
 
+def _same_place(before: Any, now: Any) -> bool:
+    """Whether two values of a key are spellings of one path that is there."""
+    if not (isinstance(before, str) and isinstance(now, str)):
+        return False
+    first, second = (Path(each).expanduser() for each in (before, now))
+    return first.exists() and second.exists() and first.samefile(second)
+
+
 def _other_data(now: str, before: str, changed: Mapping[str, list[Any]], folder: Path) -> str:
-    """What is said of data with other hashes: by which keys, if it is not what lies in the same places."""
+    """What is said of data with other hashes: perhaps by which keys, if it is not what lies in the same places."""
     keys = {key: values for key, values in changed.items() if key.startswith("data.") and key != "data.prefetch"}
-    said = f", with {show_changes(keys, 5)}" if keys else ""
+    keys = {key: values for key, values in keys.items() if not _same_place(*values)}
+    # The one hash is of contents and of how they are read: it does not tell which of them has changed.
+    said = f", perhaps by {show_changes(keys, 5)}, or what lies there has changed" if keys else ""
     key = next(iter(keys), "data.path")
     return f"{key}: other data ({now:.8}...) than the run in {folder} was started with ({before:.8}...){said}"
 

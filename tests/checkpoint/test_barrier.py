@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,3 +223,28 @@ def test_the_job_may_be_joined_after_the_barrier_is_made(monkeypatch: pytest.Mon
     with pytest.raises(TimeoutError):
         saves.meet(key="async_commit_complete", timeout_ms=0)
     assert phases == ["copying", "waiting for the other ranks", "waiting for rank 0"]
+
+
+def save_on_one_rank(rank: int, place: str, saves: int) -> None:
+    """The other one calls save only when it is named."""
+    make = joined()
+    from jaxdist.checkpoint import Checkpoints, barrier
+
+    barrier.TELL_S = 1.5
+    told, state = Path(place, "told"), make(1)
+    with Checkpoints(Path(place, "saved"), keep=3) as checkpoints:
+        if rank == saves:
+            sys.stderr = told.open("w")
+        else:
+            while not (told.exists() and told.read_text()):
+                time.sleep(0.1)
+        checkpoints.save(1, state, {})
+    assert (Path(place) / "saved" / "1").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [0, 1])
+def test_who_does_not_call_save_is_named(saves: int, tmp_path: Path) -> None:
+    spawn(save_on_one_rank, 2, args=(str(tmp_path), saves))
+    [line] = (tmp_path / "told").read_text().splitlines()
+    assert line.startswith(f"save: not called in 1.5 s by rank {1 - saves}; every process must call it")

@@ -93,13 +93,13 @@ def test_every_reader_of_a_file_of_others_says_it_in_one_line(name: str, text: s
 def test_a_line_of_a_corpus_may_hold_anything_beside_its_text(line: str, tmp_path: Path) -> None:
     """As corpora from elsewhere do; and a mark of the byte order before the first line."""
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "x", ' + line.encode() + b"}\n")
-    assert [each.text for each in documents([Input(tmp_path / "a.jsonl", True, 1)], "text")] == [b"x"]
+    assert [each.text for each in documents([Input(tmp_path / "a.jsonl", True, 1)], "text", set())] == [b"x"]
 
 
 def test_a_line_of_a_corpus_that_is_too_deep(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(DEEP + "\n")
     with pytest.raises(UserError, match="nested more than"):
-        list(documents([Input(tmp_path / "a.jsonl", True, 1)], "text"))
+        list(documents([Input(tmp_path / "a.jsonl", True, 1)], "text", set()))
 
 
 def test_a_record_of_a_checkpoint_is_read_beside_any_numbers(tmp_path: Path) -> None:

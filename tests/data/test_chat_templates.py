@@ -135,6 +135,23 @@ def test_what_marks_no_end_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
             read()
 
 
+def test_an_end_token_that_is_not_there_is_missed_where_it_is_used(tmp_path: Path) -> None:
+    """A chat template writes all ends: with one that does not use the token, nothing needs it."""
+    byte_level(tmp_path, CHATML)
+    talks = ({"messages": [*TALK, {"role": "user", "content": str(i)}]} for i in range(9))
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in talks))
+    keys = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), seq_len=128, tokenizer=str(tmp_path))
+    before = load_source(keys)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": CHATML}))
+    after = load_source(keys)
+    assert after.info == before.info and not any("nothing marks" in line for line in after.info["lines"])
+    show_examples([str(keys.path)], 1, tokenizer=str(tmp_path))
+    settings = {"bos_token": "", "eos_token": "<end>", "chat_template": MISTRAL}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="eos_token is '<end>' in .* has no such token"):
+        load_source(keys)
+
+
 def test_a_run_learns_the_assistants_turns(tmp_path: Path) -> None:
     byte_level(tmp_path, CHATML)
     talk = tmp_path / "a.jsonl"

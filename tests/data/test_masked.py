@@ -186,6 +186,15 @@ def test_a_file_that_tokenize_alone_refuses_is_no_traceback(content: bytes) -> N
         assert str(error).startswith("data.path: b.py is no Python file for this Python (")
 
 
+def test_binary_python_files_are_counted(tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / f"{name}.py").write_text(f"x = {name}\n")
+    (tmp_path / "g.py").write_bytes("x = 1\n".encode("utf-16"))
+    (tmp_path / "h.pyc").write_bytes(b"\0")  # not read anyway
+    source = load_source(DataConfig(source="lines", path=str(tmp_path), seq_len=20, held_out=0.3))
+    assert source.info["lines"][0] == "1 binary file left out"
+
+
 def test_lines_that_training_has_are_not_held_out(tmp_path: Path) -> None:
     for i in range(6):
         (tmp_path / f"{i}.py").write_text(f"shared = 1\nstart_of_a_long_line = {i}\nx = {i}\n")

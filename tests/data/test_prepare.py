@@ -238,7 +238,8 @@ def test_without_manifest_the_index_is_looked_at(tmp_path: Path) -> None:
         ({}, {"inputs": ["none"]}, "INPUT: .*none' does not exist"),
         ({"a/.hidden": b"text", "a/b": b"\0"}, {"inputs": ["a"]}, "INPUT: too little text for two sides in .*a/b"),
         ({"a": b"1"}, {}, "INPUT: too little text"),
-        ({"a.npy": b"1\0"}, {}, r"INPUT: .*a\.npy' is binary; allowed: text in UTF-8"),
+        ({"a.npy": b"1\0"}, {}, r"INPUT: .*a\.npy' is binary; allowed: text in UTF-8, .* 8 KiB; leave it out$"),
+        ({"a": "日本語".encode("utf-16")}, {}, "INPUT: .*a' is text in UTF-16; .*; convert: iconv -f UTF-16"),
         ({"a.jsonl": b'{"text": 1}\n'}, {}, r"INPUT: .*a\.jsonl, line 1: holds no text under 'text'"),
         ({"a.jsonl": b'{"text": "b"}\n[1]'}, {}, r"INPUT: .*a\.jsonl, line 2: holds no text"),
         ({"a.jsonl": b'\n{"text": '}, {}, r"INPUT: .*a\.jsonl, line 2: is not a line of JSON"),
@@ -271,17 +272,56 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert len(SCRIPT.read_text().splitlines()) <= 40
 
 
+def test_binary_files_of_a_folder_are_counted(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "in", {"a": b"a text", "b": b"another", "c": b"1\0", "d": "日本".encode("utf-16")})
+    manifest = prepare([folder], tmp_path / "out", held_out=1e-9)  # which reads all files twice
+    assert manifest["binary_files_left_out"] == 2
+    assert module.summary(manifest, tmp_path / "out")[-2] == "2 binary files left out"
+    manifest = prepare([folder / "a", folder / "b"], tmp_path / "two")
+    assert "left out" not in "".join(module.summary(manifest, tmp_path / "two"))
+
+
 def test_without_the_package_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"^--tokenizer: .*which is not installed; pip install 'jaxdist\[hf\]'"):
         prepare([folder_of(tmp_path, {"a": b"text"})], tmp_path / "out", tokenizer="t.json")
 
 
-def test_an_end_that_is_no_token(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="jaxdist[hf] is not installed")
-    given = [folder_of(tmp_path / "in", {"a": b"text and more"})]
-    with pytest.raises(UserError, match=r"^--end: '<\|no\|> x' is no token of .*t\.json'; allowed: a text that is one"):
-        prepare(given, tmp_path / "out", tokenizer=str(word_tokenizer(tmp_path / "t.json")), end="<|no|> x")
+def words_without_unknown(package: Any) -> Any:
+    return package.Tokenizer(package.models.WordLevel({"text": 0, "</s>": 1}))
+
+
+def merged_bytes(package: Any) -> Any:
+    """Bytes, in whose vocabulary a line break is spelled "Ċ"; and "ab" is one id."""
+    vocab = {each: i for i, each in enumerate([*sorted(package.pre_tokenizers.ByteLevel.alphabet()), "ab"])}
+    model = package.Tokenizer(package.models.BPE(vocab, [("a", "b")]))
+    model.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.add_special_tokens(["<end>"])
+    model.add_tokens([package.AddedToken("word", single_word=True)])  # none right after a letter
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "end", "allowed"),
+    [
+        (None, "<|no|>", "'<end>';"),
+        (None, "<|no|> x", "'<end>';"),
+        (None, "cat", "'<end>';"),
+        (words_without_unknown, "<|no|>", "none, for it has none;"),
+        (words_without_unknown, "</s>", "none, for it has none;"),
+        *((merged_bytes, end, "'<end>';") for end in ("Ċ", "b", "ab", "\n", "word")),
+    ],
+)
+def test_an_end_that_is_no_token(tmp_path: Path, make: Any, end: str, allowed: str) -> None:
+    package = pytest.importorskip("tokenizers", reason="jaxdist[hf] is not installed")
+    given, file = [folder_of(tmp_path / "in", {"a": b"text and more"})], tmp_path / "t.json"
+    if make is None:
+        word_tokenizer(file)
+    else:
+        make(package).save(str(file))
+    told = rf"^--end: {re.escape(repr(end))} is no added token of .*t\.json'; allowed: {re.escape(allowed)}"
+    with pytest.raises(UserError, match=told):
+        prepare(given, tmp_path / "out", tokenizer=str(file), end=end)
     assert not (tmp_path / "out").exists()
 
 

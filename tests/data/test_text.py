@@ -6,7 +6,7 @@ import os
 import re
 import sysconfig
 import time
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,11 @@ def test_sha_changes_with_content_name_and_boundaries(tmp_path: Path) -> None:
         ({}, ".", "no text in"),
         ({"a": b"\0", ".b": b"text of a hidden file", "c": b""}, ".", "no text in"),
         ({"a": b""}, "a", "is empty"),
-        ({"a": "text".encode("utf-16")}, "a", "a' is binary; allowed: text in UTF-8, .*; .* data.source=parquet"),
+        ({"a": b"1\0"}, "a", "a' is binary; allowed: text in UTF-8, .*; .* data.source=tokens data.token_dtype=uint8$"),
+        ({"a": "text".encode("utf-32")}, "a", "a' is binary"),
+        ({"a": "text".encode("utf-16")}, "a", "a' is text in UTF-16; .* iconv -f UTF-16"),
+        ({"a": BOM_UTF16_LE + "日本語の文".encode("utf-16-le")}, "a", "a' is text in UTF-16; .* iconv -f UTF-16"),
+        ({"a": BOM_UTF16_BE + "日本語の文".encode("utf-16-be")}, ".", "no text in"),
         ({"a": b"12345678"}, "a", r"1 held-out bytes, less than one window of data.seq_len \+ 1 = 5"),
         ({"a": b"123456789", "b": b"12"}, ".", "less than one window"),
         ({"a": b"12"}, "a/b", "data.path: .*(does not exist|cannot read)"),

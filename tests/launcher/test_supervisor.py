@@ -275,13 +275,36 @@ def test_one_signal_stops_the_ranks_together(number: signal.Signals, launch: Cal
     assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on"
 
 
+def test_ranks_that_stop_soon_are_not_said_to_run(launch: Callable[..., Launcher]) -> None:
+    slow = 'trap "sleep 0.3; exit 75" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
+    job = launch(slow, "-n", "2", "--grace", "0")
+    for rank in range(2):
+        job.until(f"ready{rank}")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 75
+    assert [line for line in job.err().splitlines() if "[launch]" in line] == [
+        "[launch] stopped; the same command goes on"
+    ]
+
+
+def test_nobody_is_asked_to_kill_what_is_killed_anyway(launch: Callable[..., Launcher]) -> None:
+    """One rank fails after SIGTERM, the other would sleep: it is killed after the grace, without another signal."""
+    fails = 'trap "[ $RANK = 1 ] && sleep 0.8 && exit 3" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
+    job = launch(fails, "-n", "2", "--grace", "1.2")
+    for rank in range(2):
+        job.until(f"ready{rank}")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert "rank 1" in job.err() and "still running" not in job.err()
+
+
 def test_a_second_signal_kills(launch: Callable[..., Launcher]) -> None:
     job = launch(f'trap "" TERM; {SLEEP}; wait; sleep 300', "-n", "2", "--grace", "0.3")
     started = pids(job)
     job.process.send_signal(signal.SIGINT)
-    time.sleep(1.2)
+    time.sleep(2)
     assert job.process.poll() is None
-    waits = "still running 0.3 s after SIGTERM, maybe to save: ranks 0 and 1; another signal kills what runs"
+    waits = "still running 1 s after SIGTERM, maybe to save: ranks 0 and 1; another signal kills what runs"
     assert job.err() == f"[launch] {waits}\n"
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 1

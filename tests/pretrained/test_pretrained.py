@@ -239,6 +239,7 @@ def test_an_architecture_without_keys(kind: str, origin: Path, tmp_path: Path) -
 
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
 DIFFER = "hidden_dropout_prob 0.3, attention_probs_dropout_prob 0"
+CLASSIFIES = {"architectures": ["BertForSequenceClassification"]}
 KEPT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
 
 
@@ -250,7 +251,8 @@ KEPT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
         (BERT | KEPT | {"classifier_dropout": None}, 0.3),
         (BERT | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0.0}, 0.0),
         (BERT | KEPT | {"attention_probs_dropout_prob": 0.0}, DIFFER),
-        (BERT | KEPT | {"classifier_dropout": 0.5}, "classifier_dropout 0.5"),
+        (BERT | KEPT | {"classifier_dropout": 0.5}, 0.3),  # of a head that is not there
+        (BERT | KEPT | CLASSIFIES | {"classifier_dropout": 0.5}, "classifier_dropout 0.5"),
         ({"model_type": "vit"}, 0.0),
         ({"model_type": "vit"} | KEPT, 0.3),
         ({"model_type": "gpt2"}, 0.1),  # the default of transformers
@@ -271,6 +273,9 @@ def test_dropout_is_the_folder_s(found: dict[str, Any], rate: float | str, tmp_p
             read(())
     else:
         assert read(()).model.dropout == rate
+    if found.get("classifier_dropout") and rate == 0.3:
+        with pytest.raises(UserError, match=r"classifier_dropout 0.5\).* has its own in its config.yaml$"):
+            read(["model.head=classification"])
     assert read(["model.dropout=0.25"]).model.dropout == 0.25
     file.write_text(f"model: {{from: {tmp_path}, dropout: 0.25}}")
     assert read(()).model.dropout == 0.25

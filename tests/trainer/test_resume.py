@@ -162,9 +162,17 @@ def test_the_key_by_which_the_data_are_others_is_named(tmp_path: Path) -> None:
         given = {"changed": changed_settings(saved, config)}
         if key:
             with pytest.raises(
-                UserError, match=rf"^{key}: other data .*\), with {key} null -> .*{file}\"; set it back"
+                UserError, match=rf"^{key}: other data .*\), perhaps by {key} null -> .*{file}\", or what lies"
             ):
                 check_identity(saved, identity(config, source), tmp_path, **given)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    (tmp_path / "link").symlink_to(tmp_path)
+    config = load_config(tmp_path / "run.yaml", [f"data.path={tmp_path / 'link' / 'a.jsonl'}"])  # another spelling
+    given = {"changed": changed_settings(saved, config)}
+    assert [*given["changed"]] == ["data.path"]
+    with pytest.raises(UserError, match=r"^data.path: other data .*\); set it back"):
+        check_identity(saved, identity(config, load_source(config.data)), tmp_path, **given)
 
 
 def test_all_that_differs_is_named(finished: Path, configure: Configure) -> None:

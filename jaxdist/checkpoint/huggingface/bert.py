@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxdist.checkpoint.huggingface.family import (
     CONFIG,
+    HEAD_DROPOUT,
     POSITIONS,
     Family,
     Tensor,
@@ -118,7 +119,7 @@ BERT = Family(
     read=_read,
     impossible=_impossible,
     tables=("embed.tokens.table", "head.decoder.bias"),
-    dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "classifier_dropout": None},
+    dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, HEAD_DROPOUT: None},
     copies=_copies,
     aliases=(
         ("LayerNorm.weight", "LayerNorm.gamma"),  # as Google's files have them

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.huggingface.family import CONFIG, Family, Tensor, config_value, stacked_blocks
+from jaxdist.checkpoint.huggingface.family import CONFIG, HEAD_DROPOUT, Family, Tensor, config_value, stacked_blocks
 from jaxdist.checkpoint.huggingface.names import FAMILIES, check_name, family, name_of, tensors
 from jaxdist.checkpoint.huggingface.safetensors import FILE_BYTES, TensorEntry, TensorFiles, tensor_name, write
 from jaxdist.checkpoint.reader import Stored
@@ -92,18 +92,24 @@ def model_of_config(found: dict[str, Any]) -> tuple[ModelConfig, int]:
     return model.resolved(), length
 
 
-def dropout_of_config(found: dict[str, Any]) -> float:
-    """The `model.dropout` of a config.json. Raises `UserError` where it has several rates: a model here has one."""
+def dropout_of_config(found: dict[str, Any], *, classifies: bool) -> float:
+    """The `model.dropout` of a config.json. Raises `UserError` where it has several rates: a model here has one.
+
+    classifies: whether the head does, which alone has a rate of its own.
+    """
     theirs = _check_kind(found)
     known = dict(all_keys(type(ModelConfig(name_of(theirs)))))["dropout"]
     rates = {key: config_value(found, key, known, usual) for key, usual in theirs.dropout.items()}
+    if not classifies:
+        rates.pop(HEAD_DROPOUT, None)
     rates = {key: rate for key, rate in rates.items() if rate is not None} | dict.fromkeys(theirs.undropped, 0.0)
     rate: float = next(iter(rates.values()))
     if any(each != rate for each in rates.values()):
         said = ", ".join(f"{key} {each:g}" for key, each in rates.items())
         raise UserError(
             f"model.dropout: is not given, and {CONFIG} has more than one rate ({said}), where a model here has one for"
-            f" all; give it: model.dropout={max(rates.values()):g}, or another number >= 0 and < 1"
+            f" all; give it: model.dropout={max(rates.values()):g}, or another number >= 0 and < 1; a"
+            " run that was started before has its own in its config.yaml"
         )
     return rate
 

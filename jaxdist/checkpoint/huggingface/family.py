@@ -17,6 +17,7 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 
 CONFIG = "config.json"
+HEAD_DROPOUT = "classifier_dropout"  # of config.json: the rate of heads that classify
 POSITIONS = "embed.positions.table"  # our learned positions
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
+from jaxdist.data.files import left_out
 from jaxdist.data.samples import Samples
 from jaxdist.data.source import Source, Yardstick, fingerprint, held_out_files, source_info
 from jaxdist.data.sources._arrays import majority
@@ -51,7 +52,8 @@ def lines(config: DataConfig) -> Source:
 
     Raises `UserError`: as `text`; fewer than two Python files; a file that this Python cannot parse.
     """
-    contents = {name: content for name, content in contents_of(config)[0].items() if name.endswith(".py")}
+    found, binary = contents_of(config)
+    contents = {name: content for name, content in found.items() if name.endswith(".py")}
     if len(contents) < 2:
         raise UserError(f"data.path: {config.path!r} holds {len(contents)} Python files (.py); allowed: 2 or more")
     names = list(contents)
@@ -71,6 +73,8 @@ def lines(config: DataConfig) -> Source:
     sizes, files = (len(train.label), len(held_out.label)), (len(names) - sum(held), sum(held))
     whole = "files; give more files of like size"
     info = source_info(config, "lines", "lines", sizes=sizes, files=files, sha256=digest, whole=whole)
+    if unread := left_out(sum(name.endswith(".py") for name in binary)):  # others are not read anyway
+        info["lines"] = [*unread, *info.get("lines", ())]
     yardstick = Yardstick("of held-out lines right", lambda: _simple_methods(train, held_out))
     return Source(_samples(train), _samples(held_out), 256, info, yardstick=yardstick, labels=len(KINDS))
 

@@ -37,6 +37,8 @@ def encoded(
     - Prompts and texts begin with what the tokenizer puts before a text, and end with its end token, which counts.
     - renderer: gives it; called where there are conversations.
     - completion_only: prompts do not count. (Of conversations the renderer says what counts.)
+
+    Raises `UserError` at the first example whose end is a token that the tokenizer names and does not have.
     """
     for batch in _batches(examples):
         talks = [each.conversation for each in batch if each.conversation is not None]
@@ -44,6 +46,8 @@ def encoded(
         marked = [
             _Marked(*next(rendered)) if each.conversation else _plain(each.pieces, completion_only) for each in batch
         ]
+        for example, text in zip(batch, marked, strict=True):
+            tokenizer.check_end(None if example.conversation is None else text.text)
         found = tokenizer.encode_batch([each.text for each in marked])
         for example, text, ids in zip(batch, marked, found, strict=True):
             yield _document(example, text, ids, tokenizer)

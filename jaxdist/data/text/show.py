@@ -10,7 +10,7 @@ from jaxdist.config.schema import DataConfig
 from jaxdist.data.records import record_files
 from jaxdist.data.text.encode import EncodedExample, encoded
 from jaxdist.data.text.examples import jsonl_examples
-from jaxdist.data.text.source import check_end, renderer_of, tokenizer_of
+from jaxdist.data.text.source import missing_end, renderer_of, tokenizer_of
 from jaxdist.data.text.tokenizer import Tokenizer
 
 LEARNED, SEEN = "bold green", "dim"
@@ -48,7 +48,6 @@ def show_examples(
     config = DataConfig(source="jsonl", tokenizer=given, chat_template=chat_template)
     files = [file for path in inputs for file in record_files(Path(path).expanduser(), (".jsonl",), key="INPUT")]
     found, console = tokenizer_of(config), Console()
-    check_end(found, ())
     kinds = set[str]()
     before, after = _MARKS if console.color_system is None else ("", "")
     with ExitStack() as stack:
@@ -64,5 +63,5 @@ def show_examples(
             console.print(header, markup=False, highlight=False, soft_wrap=True)
             console.print(text, soft_wrap=True)
             console.print()
-    if endless := check_end(found, kinds):
+    if endless := missing_end(found, kinds):
         console.print(endless, markup=False, highlight=False, soft_wrap=True)

@@ -27,19 +27,11 @@ def tokenizer_of(config: Any) -> Tokenizer:
     return byte_tokenizer() if config.tokenizer in (None, "bytes") else load_tokenizer(Path(config.tokenizer), key=_KEY)
 
 
-def check_end(tokenizer: Tokenizer, kinds: Collection[str]) -> str:
-    """What to say where no token marks the end of the examples of these kinds; "" where one does, or bytes are the ids.
-
-    Raises `UserError` for an end token that the tokenizer names and does not have.
-    """
-    named = tokenizer.special.get("eos_token")
+def missing_end(tokenizer: Tokenizer, kinds: Collection[str]) -> str:
+    """What to say where no token marks the end of the examples of these kinds; "" where one does, or bytes are the
+    ids."""
     if tokenizer.folder is None or tokenizer.eos is not None:
         return ""
-    if named is not None:
-        raise UserError(
-            f"{tokenizer.key}: eos_token is {named!r} in {str(tokenizer.folder)!r}, and {tokenizer.name} has no such"
-            " token; name one that it has in tokenizer_config.json, or save it again by transformers, which adds it"
-        )
     plain = " and ".join(kind for kind in ("prompt", "text") if kind in kinds)
     told = f"warning: nothing marks the end of examples with {plain}: {tokenizer.name} has no end token"
     return f"{told}, which eos_token in tokenizer_config.json names" if plain else ""
@@ -113,7 +105,6 @@ def example_source(
     Raises `UserError`: for what is no example; for a side without any.
     """
     tokenizer, collected = tokenizer_of(config), Collected()
-    check_end(tokenizer, ())  # before the work
     counted = _Counted(tokenizer.name)
     places, sides = list[float](), list[bool]()
     with ExitStack() as stack:
@@ -153,7 +144,7 @@ def example_source(
         whole="examples; give more, or data.val_path",
     )
     described = _described(config, counted, documents, both[0], rows[0])
-    endless = check_end(tokenizer, [kind for kind, number in counted.kinds.items() if number])
+    endless = missing_end(tokenizer, [kind for kind, number in counted.kinds.items() if number])
     info |= described | {"lines": [*described["lines"], *info.get("lines", ()), *([endless] if endless else [])]}
     starts = (both[0].starts[:-1], both[1].starts[:-1])
     return Source(rows[0], rows[1], tokenizer.vocab, info, starts)

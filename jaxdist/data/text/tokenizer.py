@@ -87,6 +87,18 @@ class Tokenizer:
                 f"{self.key}: a text has half of a surrogate pair, which is no text ({error}); remove it"
             ) from error
 
+    def check_end(self, text: str | None = None) -> None:
+        """Raise `UserError` for an end token that is named and that the tokenizer does not have.
+
+        text: one that needs the token only where it holds its name, as a chat template writes it.
+        """
+        named = self.special.get("eos_token")
+        if self.eos is None and named is not None and (text is None or named in text):
+            raise UserError(
+                f"{self.key}: eos_token is {named!r} in {str(self.folder)!r}, and {self.name} has no such token; name"
+                " one that it has in tokenizer_config.json, or save it again by transformers, which adds it"
+            )
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. Bytes that are no UTF-8 become U+FFFD."""
         return self.model.decode(ids)

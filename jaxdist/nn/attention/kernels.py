@@ -189,8 +189,8 @@ def why_not_cudnn(
         return "precision.per_op casts operation by operation, and cuDNN's is one"
     if dropout:
         return (
-            f"model.dropout, {dropout:g} (given, or by model.from of a config.json), drops inside attention, by sample,"
-            " which cuDNN's kernel cannot; it can with model.dropout=0"
+            f"model.dropout is {dropout:g} (given, or read by model.from): cuDNN's kernel has no dropout by sample;"
+            " with model.dropout=0 it is used"
         )
     widest = 256 if generation >= 9 else 128
     if head_width % 8 or head_width > widest:
