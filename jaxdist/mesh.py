@@ -67,10 +67,8 @@ def make_mesh(
     known = math.prod(size for size in sizes.values() if size != -1)
     if free:
         if len(pool) % known:
-            raise UserError(
-                f"mesh.{free[0]}=-1: the other axes multiply to {known}, which does not divide the number of devices,"
-                f" {len(pool)}; change one of them"
-            )
+            of_pool = f"which does not divide the {len(pool)} devices"
+            raise UserError(f"mesh.{free[0]}=-1: the other axes multiply to {known}, {of_pool}; change one of them")
         sizes[free[0]] = len(pool) // known
     total = math.prod(sizes.values())
     if total > len(pool):

@@ -49,7 +49,7 @@ def test_the_rest_axis_takes_what_is_left() -> None:
         ({"data": 0}, "mesh.data=0: allowed are integers >= 1"),
         ({"data": -2}, "mesh.data=-2"),
         ({"data": -1, "fsdp": -1}, "only one axis may be -1, got data, fsdp"),
-        ({"data": 3, "fsdp": -1}, "mesh.fsdp=-1: the other axes .* 3, which does not divide the number of devices, 8;"),
+        ({"data": 3, "fsdp": -1}, "mesh.fsdp=-1: the other axes .* 3, which does not divide the 8 devices;"),
         (
             {"data": 4, "tensor": 4},
             "tensor=4 needs 16 devices, there are 8; make it smaller, or set jax_num_cpu_devices",

@@ -15,6 +15,8 @@ import jax
 from jaxdist.checkpoint.barrier import FailedElsewhere
 from jaxdist.errors import UserError
 
+_MEND = "model and optimizer must be the checkpoint's"
+_OTHER_TREE = re.compile(r"tree structures do not match:\s*([\w.]+)")  # orbax's words, before the part that differs
 FAILURES = (OSError, ValueError, FailedElsewhere)  # tensorstore raises ValueError for the file system's
 
 
@@ -81,7 +83,7 @@ def only_in(saved: Collection[str], asked: Collection[str]) -> str:
     average = [name for name in only if name.startswith("opt_state.ema")]
     name = (average or only)[0]
     checkpoint = name in saved
-    mend = "model and optimizer must be the checkpoint's"
+    mend = _MEND
     if name.partition(".")[0] == "model_state":
         mend = "give init_state (or state_target) a model_state= with the checkpoint's leaves, or none if it has none"
     if name.startswith("opt_state.model_state."):
@@ -105,4 +107,6 @@ def reading(what: str) -> Iterator[None]:
         found = error.__cause__ if type(error) is Exception else error
         if not isinstance(found, OSError | ValueError | KeyError | TypeError):
             raise
+        if other := _OTHER_TREE.search(str(found)):  # of lists, as of optax.chain, that differ in length
+            raise UserError(f"{what}: {other[1]} has other parts than here; {_MEND}") from error
         raise UserError(f"{what} cannot be read: {why(found)}; use another one") from error

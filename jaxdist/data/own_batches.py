@@ -159,6 +159,13 @@ def indexed(data: Any, key: str = "data") -> Callable[[int], Any] | None:
         return None
     if not len(data):
         raise UserError(f"{key}: is empty; give at least one batch")
+    if isinstance(data, tuple | list) and all(isinstance(each, np.ndarray | jax.Array) for each in data):
+        if len({(each.ndim, each.dtype) for each in data}) > 1:  # as (images, labels)
+            kind = type(data).__name__
+            raise UserError(
+                f"{key}: looks like one batch, a {kind} of arrays of different kinds; give an iterable of batches, such"
+                " as [batch]"
+            )
     return lambda number: data[number % len(data)]
 
 

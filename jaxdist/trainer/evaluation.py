@@ -243,7 +243,8 @@ def own_evaluation(
 
 @dataclass
 class Ending:
-    """Whether evaluations get better, and the metrics of the last step.
+    """Whether evaluations get better, and the metrics of the last step. One that is not finite tells nothing of that:
+    it does not count. `Recorder` warns of it.
 
     - patience: the run ends after so many evaluations in a row that are not better; None: never.
     - min_delta: how much lower than the best an "eval/loss" must be to be better.
@@ -258,8 +259,9 @@ class Ending:
 
     def __call__(self, evaluation: Mapping[str, float]) -> bool:
         loss = evaluation["eval/loss"]
-        better = math.isfinite(loss) and (self.best is None or loss < self.best - self.min_delta)
-        self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
+        if math.isfinite(loss):
+            better = self.best is None or loss < self.best - self.min_delta
+            self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
         return self.is_over
 
     def restore(self, meta: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ class Recorder:
         self._narrow = np.dtype(precision.compute).itemsize < 4
         self._dispatched: tuple[int, dict[str, jax.Array]] | None = None  # the step that is not recorded yet
         self._finished: tuple[dict[str, Any], dict[str, float]] | None = None  # its values and its times
-        self._unwritten = False
+        self._unwritten = self._warned = False
         self._rates, self._recorded = work.rates, work.recorded
         # XLA:CPU computes within the call of a step, or lets it wait; with GPUs it returns at once.
         self._calls_wait = on_cpu(plan.mesh)
@@ -118,6 +118,7 @@ class Recorder:
             evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
         if evaluation:
             self._outputs.console.evaluation(step, evaluation)
+            self._warn_of_evaluation(step, evaluation["eval/loss"])
         whole = metrics | evaluation | self._clock.line()
         self._write(step, whole, arrays=arrays)
         self._recorded(step, whole)
@@ -129,6 +130,15 @@ class Recorder:
         else:
             self._spikes.check(step, loss)
         return evaluation
+
+    def _warn_of_evaluation(self, step: int, loss: float) -> None:
+        """Say once that an evaluation is not finite, though the loss of training is."""
+        if math.isfinite(loss) or self._warned:
+            return
+        self._warned = True
+        why = "the held-out data hold NaN or inf or weigh nothing, or the model gives some for them"
+        what = f"eval/loss of step {step} is {loss}: {why}; such evaluations count neither as the best nor for patience"
+        self._outputs.warn({"step": step, "what": what, "action": "went on"})
 
     def _write(self, step: int, metrics: dict[str, Any], *, arrays: bool) -> None:
         """Write a line of metrics.jsonl. A full disk is said once, and does not end the run before its end."""

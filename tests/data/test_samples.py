@@ -112,6 +112,7 @@ def test_held_out_images_count_once(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"label": np.arange(COUNT - 1)}, r"image has 50 rows, label 49; give as many"),
+        ({"image": np.zeros((0, 8, 8, 3), np.uint8)}, r"image has 0 rows; give 1 or more"),
         ({"label": np.full(COUNT, 2**40)}, "label holds integers that do not fit into int32"),
         ({"label": np.array(["a"] * COUNT)}, "label is of type <U1; allowed: numbers"),
         ({"label": np.array([{}] * COUNT)}, "holds something else than arrays of numbers"),

@@ -76,8 +76,9 @@ def fit(data: Any, folder: Path, loss: Any = loss, **given: Any) -> jaxdist.FitR
         "observe.log_every": 1000,
         **given.pop("settings", {}),
     }
+    optimizer = given.pop("optimizer", TX)
     whole = {"steps": STEPS, "params": params(), "mesh": mesh(), "run_dir": folder, **ZERO3, **given}
-    return jaxdist.fit(loss, TX, data, settings=settings, **whole)
+    return jaxdist.fit(loss, optimizer, data, settings=settings, **whole)
 
 
 class Loop:
@@ -487,6 +488,10 @@ def own(data: Any, **given: Any) -> OwnBatches:
 WRONG: dict[str, tuple[Any, str]] = {
     "a batch": (batches(1)[0], "data: is one batch, a dict; give an iterable of batches, such as [batch]"),
     "an array": (np.zeros((8, 4)), "data: is one batch, a ndarray; give an iterable of batches, such as [batch]"),
+    "a pair": (
+        (np.zeros((8, 4)), np.zeros(8, np.int32)),
+        "data: looks like one batch, a tuple of arrays of different kinds; give an iterable of batches, such",
+    ),
     "a number": (3, "data: is a int, which gives no batches; give an iterable of batches"),
     "empty": ([], "data: is empty; give at least one batch"),
     "nothing": (lambda: iter(()), "data: gives no batches; give an iterable that does"),
@@ -650,9 +655,9 @@ def test_a_generator_that_was_read_already() -> None:
 
 
 def test_what_patience_counts() -> None:
-    """What is not finite is never the best; a rollback goes back to what was counted then."""
+    """What is not finite does not count; a rollback goes back to what was counted then."""
     ending = Ending(patience=3)
-    assert [ending({"eval/loss": value}) for value in (np.nan, 2.0, 3.0)] == [False] * 3
+    assert [ending({"eval/loss": value}) for value in (np.nan, 2.0, 3.0, np.nan, np.inf, np.nan)] == [False] * 6
     assert (ending.best, ending.since) == (2.0, 1)
     ending.restore({"fit": {"best": 5.0, "since": 0}})
     assert (ending.best, ending.since) == (5.0, 0)
@@ -671,6 +676,22 @@ def test_an_evaluation_in_the_precision_of_training(tmp_path: Path) -> None:
     done = fit(batches(1), tmp_path, typed, eval_data=batches(1), **given)
     assert done.metrics["eval/bytes"] == done.metrics["bytes"] == 2
     assert np.isnan(done.metrics["eval/nothing"])
+
+
+def test_held_out_data_with_nan_do_not_end_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said once, and every step is taken."""
+    spoilt = batches(1)
+    spoilt[0]["x"][0, 0] = np.nan
+    done = fit(batches(2), tmp_path, eval_data=spoilt, patience=1, steps=4, settings={"train.eval_every": 1})
+    assert (int(done.state.step), done.stopped) == (4, "")
+    assert capsys.readouterr().out.count("warning: eval/loss of step 1 is nan: the held-out data hold NaN or inf") == 1
+
+
+def test_an_optimizer_of_another_length_is_no_damage(tmp_path: Path) -> None:
+    """AdamW is a chain of three, Adam of two; orbax quotes its own arguments."""
+    fit(batches(1), tmp_path, optimizer=optax.adamw(0.1), steps=1)
+    with pytest.raises(UserError, match=r"step 1: opt_state has other parts than here; model and optimizer must be"):
+        fit(batches(1), tmp_path, optimizer=optax.adam(0.1), steps=2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -65,7 +65,8 @@ def test_evaluations_use_the_average(configure: Callable[..., Config], tmp_path:
 
 def test_evaluations_that_are_not_better_by_enough() -> None:
     ending = Ending(2, 0.1)
-    assert [ending({"eval/loss": loss}) for loss in (3.0, 2.95, 2.8, 2.75, float("nan"))] == [False] * 4 + [True]
+    assert [ending({"eval/loss": loss}) for loss in (3.0, 2.95, 2.8, 2.75, float("nan"))] == [False] * 5
+    assert ending({"eval/loss": 2.79})
     again = Ending(3, 0.1)
     again.restore(ending.saved)
     assert (again.best, again.since, again.is_over) == (2.8, 2, False)

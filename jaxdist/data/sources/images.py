@@ -102,6 +102,8 @@ def _samples(arrays: Mapping[str, Ids], *, key: str) -> Samples:
         )
     counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     size = counts["image"]
-    if other := [name for name, count in counts.items() if count != size or not count]:
-        raise UserError(f"{key}: image has {size} rows, {other[0]} {counts[other[0]]}; give as many of each, 1 or more")
+    if not size:
+        raise UserError(f"{key}: image has 0 rows; give 1 or more")
+    if other := [name for name, count in counts.items() if count != size]:
+        raise UserError(f"{key}: image has {size} rows, {other[0]} {counts[other[0]]}; give as many of each")
     return samples_of(arrays, key=key)

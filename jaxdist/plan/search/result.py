@@ -215,5 +215,8 @@ def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:
         values[key] = tuple(loaded) if isinstance(loaded, list) else loaded
     size = math.prod(values[f"mesh.{axis}"] for axis in AXES)
     if size != devices:
-        raise UserError(f"--explain: the mesh has {size} devices, and the plan is for {devices}; change the sizes")
+        raise UserError(
+            f"--explain: the sizes of the mesh multiply to {size}, and the plan is for {devices} devices; give sizes of"
+            f" {devices}, such as --explain mesh.data={devices}"
+        )
     return Layout(tuple(values.items()))
