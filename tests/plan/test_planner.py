@@ -311,7 +311,7 @@ def test_an_argued_layout(plan: LayoutPlan) -> None:
     asked = layout_named(["mesh.pipe=2", "parallel.schedule=one_f_one_b", "parallel.microbatches=2"], config, 2)
     argued = argue(config, asked, plan.cluster, plan.tie, KNOWN)
     assert argued.candidate.seconds.bubble > 0 and " x: " in argued.why
-    with pytest.raises(UserError, match="the mesh has 4 devices, and the plan is for 2"):
+    with pytest.raises(UserError, match="the sizes of the mesh multiply to 4, and the plan is for 2 devices"):
         layout_named(["mesh.fsdp=4"], config, 2)
     with pytest.raises(UserError, match="'optimizer.lr=1' is no key of a layout"):
         layout_named(["optimizer.lr=1"], config, 2)
