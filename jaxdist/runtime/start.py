@@ -20,6 +20,7 @@ from jaxdist.precision.policy import POLICIES, enable_x64
 from jaxdist.processes import place
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
+from jaxdist.runtime.cpu_process import avoid_interruptions, keep_freed_memory
 from jaxdist.runtime.exit_status import FAILED, status_of
 from jaxdist.runtime.gpu_memory import take_memory
 from jaxdist.runtime.join.environment import find_job
@@ -84,13 +85,23 @@ def choose_platform(devices: DevicesConfig, *, in_job: bool = False) -> None:
     """
     if not has_devices():
         jax.config.update("jax_num_cpu_devices", devices.simulated)
-        if devices.simulated > 1 and expected_backend(devices) == "cpu":
-            threads = (THREADS_IN_A_JOB if in_job else THREADS_ALONE) * devices.simulated
-            give_threads(threads, os.environ, cores=len(os.sched_getaffinity(0)))
+        if expected_backend(devices) == "cpu":
+            _prepare_cpus(devices.simulated, in_job=in_job)
     if devices.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     elif devices.platform == "gpu":
         jax.config.update("jax_platforms", "cuda,cpu")
+
+
+def _prepare_cpus(simulated: int, *, in_job: bool) -> None:
+    """Prepare this process to compute on CPUs, as so many simulated devices."""
+    if in_job:
+        avoid_interruptions()
+    if simulated == 1:
+        keep_freed_memory(os.environ)  # several devices would leave too many gaps
+    else:
+        threads = (THREADS_IN_A_JOB if in_job else THREADS_ALONE) * simulated
+        give_threads(threads, os.environ, cores=len(os.sched_getaffinity(0)))
 
 
 def of_each_process(config: Config, processes: int | None) -> DevicesConfig:

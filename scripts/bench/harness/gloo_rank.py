@@ -121,6 +121,10 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # one core each, where there are as many
     from harness.task import get_size
+    from jaxdist.runtime.cpu_process import avoid_interruptions, keep_freed_memory
+
+    avoid_interruptions()  # as in jaxdist's runs, and for PyTorch, too
+    keep_freed_memory(os.environ)
 
     make = {"jaxdist": jaxdist, "torch": torch}[contender.partition("-")[0]]
     step, done = make(contender.partition("-")[2], get_size(name), rank, processes, address), 0

@@ -1,0 +1,75 @@
+"""A process that computes on CPUs: its freed memory stays with it, and its threads do not interrupt each other."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from child import environment
+
+from jaxdist.runtime.cpu_process import avoid_interruptions
+
+ARRAYS = """
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        numpy.ones(2**24)  # 128 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+PREPARED = f"""
+import json, os, resource, threading
+import numpy
+from jaxdist.config.schema import DevicesConfig
+from jaxdist.runtime import start
+{ARRAYS}
+before = faults()
+start.choose_platform(DevicesConfig(platform="cpu", simulated=SIMULATED), in_job=IN_JOB)
+faults()
+policies = []
+thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+print(json.dumps([before, faults(), policies[0] == os.SCHED_BATCH]))
+"""
+
+
+def prepared(simulated: int, *, in_job: bool, more: Mapping[str, str]) -> Any:
+    """Page faults of allocations before and after a process was prepared, and whether a new thread has SCHED_BATCH."""
+    program = PREPARED.replace("SIMULATED", str(simulated)).replace("IN_JOB", str(in_job))
+    environ = environment() | {"JAX_PLATFORMS": "cpu"} | more
+    return json.loads(
+        subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True).stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("simulated", "in_job", "more", "kept"),
+    [
+        (1, False, {}, True),
+        (1, True, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, True),  # about something else
+        (2, False, {}, False),
+        (1, False, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}, False),
+        (1, True, {"MALLOC_MMAP_THRESHOLD_": "33554432"}, False),
+    ],
+)
+def test_freed_memory_stays(simulated: int, in_job: bool, more: dict[str, str], kept: bool) -> None:
+    """Freed memory is reused without a page fault, where there is one device and the environment leaves it open."""
+    before, after, batch = prepared(simulated, in_job=in_job, more=more)
+    assert before > 200  # 256 huge pages of 2 MiB, if not more small ones
+    assert after < 20 if kept else after > 200
+    assert batch == in_job
+
+
+def test_a_system_may_forbid_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or not have it."""
+
+    def forbidden(*arguments: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    avoid_interruptions()
+    monkeypatch.delattr(os, "sched_setscheduler")  # as on other systems
+    avoid_interruptions()
