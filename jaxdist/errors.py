@@ -4,7 +4,7 @@ import argparse
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
@@ -67,8 +67,10 @@ def reports_mistakes(command: Callable[Arguments, int]) -> Callable[Arguments, i
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.55) -> str | None:
     """The known name that `word` was probably meant to be, or None. Ignores case and knows other programs' names."""
     by_lower = {name.lower(): name for name in known}
-    word = word.lower()
-    if _OTHER_NAMES.get(word) in by_lower:
-        return by_lower[_OTHER_NAMES[word]]
-    near = difflib.get_close_matches(word, by_lower, n=1, cutoff=cutoff)
-    return by_lower[near[0]] if near else None
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower.get(_OTHER_NAMES.get(word.lower(), ""), by_lower[near[0]] if near else None)
+
+
+def first_of(words: Sequence[str], most: int, between: str = ", ") -> str:
+    """Such as "a, b and 3 more": at most `most` words of a message, and how many there are besides."""
+    return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

@@ -11,7 +11,6 @@ import ast
 import contextlib
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import inspect
 import sys

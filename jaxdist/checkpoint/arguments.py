@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdist.checkpoint.checksums import TEMPORARY
 from jaxdist.checkpoint.retention import PROBE
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, first_of
 from jaxdist.files.user_path import user_path
 from jaxdist.processes import done_by_first, from_all
 from jaxdist.state import TrainState
@@ -62,10 +62,9 @@ def check_shared(folder: Path) -> bool:
         with suppress(OSError):  # the processes must go on together; `remove_leftovers` removes it at the next start
             (folder / name).rmdir()
     if blind := [rank for rank, (seen, _) in enumerate(looks) if not seen]:
-        ranks = f"rank{'s' if len(blind) > 1 else ''} {', '.join(map(str, blind[:_SHOWN]))}"
-        more = f" and {len(blind) - _SHOWN} more" if len(blind) > _SHOWN else ""
+        ranks = f"rank{'s' if len(blind) > 1 else ''} {first_of(list(map(str, blind)), _SHOWN)}"
         raise UserError(
-            f"checkpoints: what rank 0 has made in {where} was not seen within {_VISIBLE_S:g} s by {ranks}{more} (rank"
+            f"checkpoints: what rank 0 has made in {where} was not seen within {_VISIBLE_S:g} s by {ranks} (rank"
             f" {blind[0]} looked in {looks[blind[0]][1]}); allowed: one folder for all processes; give one on storage"
             " that all share, as --run-dir or the folder of `Checkpoints`"
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jaxdist.errors import first_of
 from jaxdist.processes import JobStore, Place, anywhere, place
 
 MEET_S = 1200.0  # until every process must have come, by a clock that nobody sets
@@ -134,7 +135,7 @@ def _name_missing(store: JobStore, key: str, here: Place) -> None:
     """Say which processes have not set their key in the store. The lowest rank that has set its own says it."""
     missing = {rank for rank in range(here.processes) if store.get(f"{key}/{rank}") is None}
     if missing and here.rank == min(set(range(here.processes)) - missing):
-        names = ", ".join(map(str, sorted(missing)[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        names = first_of(list(map(str, sorted(missing))), 8)
         line = f"save: not called in {TELL_S:g} s by rank {names}; every process must call it, at the same steps"
         print(line, file=sys.stderr, flush=True)
 

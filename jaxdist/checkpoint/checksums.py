@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jaxdist.checkpoint.background import step_back
 from jaxdist.checkpoint.barrier import SaveBarrier
 from jaxdist.config.json_reader import parse_json
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, first_of
 from jaxdist.files.regular import identity_of, open_regular, read_regular
 
 CHECKSUMS = "checksums.json"
@@ -194,7 +194,7 @@ def check_files(folder: Path, step: int, cancel: Event | None = None) -> Integri
     found = _for_each(damage, [files[name] for name in both], cancel or Event(), urgent=True)
     wrong |= {name: what for name, what in zip(both, found, strict=True) if what}
     texts = [f"{name} {what}" for name, what in sorted(wrong.items())]
-    return Integrity(", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else ""), sealed=True)
+    return Integrity(first_of(texts, 5), sealed=True)
 
 
 def verify(folder: Path) -> list[str]:

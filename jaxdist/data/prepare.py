@@ -20,7 +20,7 @@ from jaxdist.data.files import left_out, named_text, read_text, text_files
 from jaxdist.data.manifest import FORMAT, MANIFEST, id_dtype
 from jaxdist.data.source import hash_fraction, readable, split_tail
 from jaxdist.data.text.tokenizer import open_model, package, vocab_of
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, first_of
 from jaxdist.files.user_path import user_path
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 24  # at most, tokenized together
@@ -147,7 +147,7 @@ def _check_added(model: Any, end: str, path: Path) -> None:
     """
     added = [each.content for each in model.get_added_tokens_decoder().values() if not each.single_word]
     if end and end not in added:
-        names = ", ".join(map(repr, added[:5])) + (f" and {len(added) - 5} more" if len(added) > 5 else "")
+        names = first_of(list(map(repr, added)), 5)
         raise UserError(
             f"--end: {end!r} is no added token of {str(path)!r}; allowed: {names or 'none, for it has none'}; or leave"
             " --end out, and write the ends into the texts"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.resolve import only_cpus
-from jaxdist.errors import reports_mistakes
+from jaxdist.errors import first_of, reports_mistakes
 from jaxdist.launcher.hosts import FirstHost, OtherHost
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.launcher.options import Plan, make_plan
@@ -141,7 +141,7 @@ class Supervisor:
             f"rank {rank}: {exit_code(status)}" + (" (ended)" if rank in outcome.killed else "")
             for rank, status in others.items()
         ]
-        shown = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+        shown = first_of(words, 8)
         first = f"rank {outcome.cause} failed first ({exit_code(outcome.statuses[outcome.cause])})"
         return f"{first}; {shown}" if shown else first
 

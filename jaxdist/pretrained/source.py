@@ -14,7 +14,7 @@ from jaxdist.checkpoint.huggingface.safetensors import tensor_name
 from jaxdist.config.load import model_differences, settings_by_key
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, first_of
 from jaxdist.specs import STACKED, PyTree, leaves_by_name, path_name
 
 Say = Callable[[str], None]
@@ -176,7 +176,7 @@ def _fitting(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _listed(names: Sequence[str], between: str = ", ") -> str:
-    return between.join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return first_of(names, SHOWN, between)
 
 
 def cast_text(before: Iterator[Any], after: Iterator[Any]) -> str:

@@ -14,7 +14,7 @@ from jaxdist.config.load import settings_by_key
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.local import LOCAL
 from jaxdist.data import Source, kind_of
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, first_of
 from jaxdist.mesh import sizes_of
 from jaxdist.parallel.options import StepOptions
 from jaxdist.precision.policy import POLICIES
@@ -147,7 +147,7 @@ def changed_layout(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, list
 def show_changes(changed: dict[str, list[Any]], limit: int | None = None) -> str:
     """Such as "optimizer.lr 0.01 -> 0.02, mesh.data 2 -> 4", of at most `limit` keys."""
     texts = [f"{key} {json.dumps(before)} -> {json.dumps(now)}" for key, (before, now) in changed.items()]
-    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if limit and len(texts) > limit else "")
+    return first_of(texts, limit or len(texts))
 
 
 def _same_place(before: Any, now: Any) -> bool:

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.errors import first_of
 from jaxdist.mesh import AXES, fetched
 from jaxdist.specs import PyTree, path_name, spec_axes
 
@@ -86,13 +87,11 @@ def describe_odd(found: Sequence[Odd], mesh: Mesh) -> str:
     """A line about the first leaf that differs, and its devices."""
     first, devices = found[0], mesh.devices.flat
     parts = []
-    for place in first.devices[:DEVICES_SHOWN]:
+    for place in first.devices:
         coordinates = zip(AXES, np.unravel_index(place, mesh.devices.shape), strict=True)
         where = " ".join(f"{axis}={n}" for axis, n in coordinates if mesh.shape[axis] > 1)
         parts.append(f"device {devices[place].id} of rank {devices[place].process_index} ({where})")
-    names = " and ".join(parts) + (
-        f" and {len(first.devices) - DEVICES_SHOWN} more" if len(first.devices) > DEVICES_SHOWN else ""
-    )
+    names = first_of(parts, DEVICES_SHOWN, " and ")
     leaves = len({each.leaf for each in found})
     more = f"; so do {leaves - 1} more leaves" if leaves > 1 else ""
     if first.sure:

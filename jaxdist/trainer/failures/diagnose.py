@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import rank, to_varying
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.precision import LossScale
+from jaxdist.errors import first_of
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
@@ -64,9 +65,8 @@ class Finding(NamedTuple):
             "gradient": f"gradients overflowed first: in {place}, after a finite loss",
         }[self.kind]
         gradient = f"; first gradient: {self.parameter}" if self.parameter and self.kind != "parameter" else ""
-        where = ", ".join("(" + " ".join(f"{axis}={n}" for axis, n in each.items()) + ")" for each in self.devices[:4])
-        more = f" and {len(self.devices) - 4} more" if len(self.devices) > 4 else ""
-        on = f"; on {where}{more}" if any(self.devices) else ""
+        devices = ["(" + " ".join(f"{axis}={n}" for axis, n in each.items()) + ")" for each in self.devices]
+        on = f"; on {first_of(devices, 4)}" if any(self.devices) else ""
         return what + gradient + on + ("" if self.microbatch is None else f"; microbatch {self.microbatch}")
 
 
