@@ -207,8 +207,8 @@ def allocate(
 
 
 def place_params(params: PyTree, optimizer: optax.GradientTransformation, target: TrainState) -> TrainState:
-    """A state at step 0 from existing parameters, in the layout of `target`."""
-    strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype)), params)  # not weak
+    """A state at step 0 from parameters, in the layout of `target`. Weak types become strong: steps compile once."""
+    strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype)), params)
     placed = lay_out(strong, target.params)
     make = lambda params: fresh_state(params, optimizer, target.residual)  # noqa: E731
     return jax.jit(make, out_shardings=shardings_of(target))(placed)

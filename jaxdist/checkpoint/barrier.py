@@ -10,8 +10,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import jax
 
 from jaxdist.errors import first_of
 from jaxdist.processes import JobStore, Place, anywhere, place
@@ -55,13 +57,15 @@ class SaveBarrier:
         return self._store
 
     def begin(self) -> None:
-        """Begin the next save, on this process."""
+        """Begin the next save, on this process, and let the others know it."""
         here = place()
         store = self._find_store(here)
         if store is not None and here.rank == 0:
             store.delete(str(self._save))  # all have ended that save
         self._save, self._failed, self._uses = self._save + 1, False, Counter()
         self._met = MOST_MET * self._save
+        if store is not None:
+            store.set(f"{self._save}/called/{here.rank}")
         self.enter("copying")
 
     def fails_anywhere(self, fails: bool) -> bool:
@@ -71,9 +75,7 @@ class SaveBarrier:
         store = self._find_store(here)
         if store is None:
             return anywhere(fails)
-        key = f"{self._save}/called"
-        store.set(f"{key}/{here.rank}")
-        late = threading.Timer(TELL_S, _name_missing, (store, key, here))  # this thread waits inside JAX
+        late = threading.Timer(TELL_S, _name_missing, (store, f"{self._save}/called", here))  # this thread waits in JAX
         late.daemon = True
         late.start()
         try:
@@ -133,9 +135,15 @@ class SaveBarrier:
 
 def _name_missing(store: JobStore, key: str, here: Place) -> None:
     """Say which processes have not set their key in the store. The lowest rank that has set its own says it."""
-    missing = {rank for rank in range(here.processes) if store.get(f"{key}/{rank}") is None}
-    if missing and here.rank == min(set(range(here.processes)) - missing):
-        names = first_of(list(map(str, sorted(missing))), 8)
+    missing = []
+    with suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone, which others tell
+        for rank in range(here.processes):
+            if store.get(f"{key}/{rank}") is None:
+                missing.append(rank)
+            elif rank < here.rank:
+                return  # that one says it
+    if missing and here.rank not in missing:  # else the save has ended, and rank 0 has removed the keys
+        names = first_of(list(map(str, missing)), 8)
         line = f"save: not called in {TELL_S:g} s by rank {names}; every process must call it, at the same steps"
         print(line, file=sys.stderr, flush=True)
 

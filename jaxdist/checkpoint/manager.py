@@ -211,10 +211,10 @@ class Checkpoints:
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
         self.wait()
         step, meta = check_save(step, meta, self.latest())
-        if self.failed is not None:
-            remove_leftovers(self._folder)  # they take room
         self._saves.begin()
         self._saves.enter("making its folder")
+        if self.failed is not None:
+            remove_leftovers(self._folder)  # they take room
         problem = self.no_room()
         self._saves.enter("copying")
         if self._saves.fails_anywhere(problem is not None):

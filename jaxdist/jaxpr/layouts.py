@@ -86,8 +86,8 @@ def refuse_unequal(tree: Any, shardings: Any) -> NoReturn:
             jax.device_put(leaf, sharding)
         except AssertionError:
             raise UserError(
-                f"{path_name(path)}: its values differ between the processes, or are NaN; allowed: the same values on"
-                " each, which keeps its shards of them; make them with one seed, or read them from one file"
+                f"{path_name(path) or 'array'}: its values differ between the processes, or are NaN; allowed: the same"
+                " values on each, which keeps its shards of them; make them with one seed, or read them from one file"
             ) from None
     raise  # the error that is being handled
 

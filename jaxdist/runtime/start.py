@@ -15,9 +15,10 @@ from jaxdist.config.checks import check_layout
 from jaxdist.config.resolve import INSTALL_CUDA, gpu_plugins, only_cpus, resolve_mesh, unused_gpus
 from jaxdist.config.schema import Config, DevicesConfig
 from jaxdist.errors import UserError
+from jaxdist.nn.matmul.plain import one_core
 from jaxdist.precision.float8_devices import check_float8
 from jaxdist.precision.policy import POLICIES, enable_x64
-from jaxdist.processes import place
+from jaxdist.processes import anywhere, place
 from jaxdist.runtime.cache import set_up
 from jaxdist.runtime.compiler import set_flags, set_options
 from jaxdist.runtime.cpu_process import avoid_interruptions, keep_freed_memory
@@ -102,6 +103,13 @@ def _prepare_cpus(simulated: int, *, in_job: bool) -> None:
     else:
         threads = (THREADS_IN_A_JOB if in_job else THREADS_ALONE) * simulated
         give_threads(threads, os.environ, cores=len(os.sched_getaffinity(0)))
+
+
+def _one_core_each(config: Config) -> bool:
+    """Whether kernels' gradients are multiplied as is fastest where every process of a job has one core, to which all
+    must agree. Never where the same bits are promised in every layout: one process alone has more cores."""
+    several = len(os.sched_getaffinity(0)) > 1 or jax.default_backend() != "cpu"
+    return place().processes > 1 and not anywhere(several) and not config.parallel.grad_sync.deterministic
 
 
 def of_each_process(config: Config, processes: int | None) -> DevicesConfig:
@@ -196,5 +204,6 @@ def start(config: Config, watched: Callable[[Config], AbstractContextManager[Any
     with fail_alone(), watched(config):
         config = fit_to_devices(config)
         set_options(config, jax.default_backend())
+        one_core.set_global(_one_core_each(config))
         set_up(config.devices.compilation_cache, jax.default_backend())
         return config

@@ -154,8 +154,11 @@ def _same_place(before: Any, now: Any) -> bool:
     """Whether two values of a key are spellings of one path that is there."""
     if not (isinstance(before, str) and isinstance(now, str)):
         return False
-    first, second = (Path(each).expanduser() for each in (before, now))
-    return first.exists() and second.exists() and first.samefile(second)
+    try:
+        first, second = (Path(each).expanduser() for each in (before, now))
+        return first.exists() and second.exists() and first.samefile(second)
+    except (OSError, RuntimeError, ValueError):  # a user or a folder of another host, or no path at all
+        return False
 
 
 def _other_data(now: str, before: str, changed: Mapping[str, list[Any]], folder: Path) -> str:

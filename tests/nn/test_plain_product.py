@@ -1,6 +1,5 @@
 """`jaxdist.nn.matmul.plain`: the products of linear layers, and their gradients without a transpose."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import make_mesh
-from jaxdist.nn.matmul.plain import plain_product
+from jaxdist.nn.matmul.plain import one_core, plain_product
 from jaxdist.precision.autocast import autocast
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -65,15 +64,15 @@ def test_only_gradients_of_wide_inputs_are_transposed(inputs: int, wanted: int) 
 
 @pytest.mark.parametrize(("features", "copied"), [((32,), (12, 8)), ((5,), (5, 8)), ((16,), None)])
 def test_one_core_multiplies_a_transposed_copy_of_the_narrower(
-    features: tuple[int, ...], copied: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    features: tuple[int, ...], copied: tuple[int, ...] | None
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    with jax.enable_x64(True):
+    with one_core(True), jax.enable_x64(True):
         got, want = (results(each, features, P("data"), P()) for each in (plain_product, tensordot))
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
     loss = lambda x, kernel: jnp.sin(plain_product(x, kernel)).sum()  # noqa: E731
-    traced = str(jax.make_jaxpr(jax.grad(loss, argnums=1))(jnp.ones((2, 4, 12)), jnp.ones((12, *features))))
+    with one_core(True):
+        traced = str(jax.make_jaxpr(jax.grad(loss, argnums=1))(jnp.ones((2, 4, 12)), jnp.ones((12, *features))))
     barriers = [line.partition(" = ")[0] for line in traced.splitlines() if "optimization_barrier" in line]
     assert any(f"f32[{copied[0]},{copied[1]}]" in line for line in barriers) if copied else not barriers
 

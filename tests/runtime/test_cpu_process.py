@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from child import environment
 
-from jaxdist.runtime.cpu_process import avoid_interruptions
+from jaxdist.runtime import cpu_process
 
 ARRAYS = """
 def faults():
@@ -53,6 +54,7 @@ def prepared(simulated: int, *, in_job: bool, more: Mapping[str, str]) -> Any:
         (2, False, {}, False),
         (1, False, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}, False),
         (1, True, {"MALLOC_MMAP_THRESHOLD_": "33554432"}, False),
+        (1, False, {"MALLOC_ARENA_MAX": "2"}, False),
     ],
 )
 def test_freed_memory_stays(simulated: int, in_job: bool, more: dict[str, str], kept: bool) -> None:
@@ -63,6 +65,37 @@ def test_freed_memory_stays(simulated: int, in_job: bool, more: dict[str, str], 
     assert batch == in_job
 
 
+@pytest.mark.parametrize(
+    ("largest", "asked"),
+    [
+        (2**30, [(-3, 2**28), (-8, 1), (-1, 2**30)]),
+        (2**25, [(-3, 2**28), (-3, 2**25), (-8, 1), (-1, 2**30)]),  # glibc before 2.35
+        (0, [(-3, 2**28), (-3, 2**25)]),
+    ],
+)
+def test_glibc_may_refuse(largest: int, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a large threshold for arrays nothing else is set: it would fix that threshold at 128 KiB."""
+    calls = []
+
+    def mallopt(parameter: int, value: int) -> bool:
+        calls.append((parameter, value))
+        return parameter != -3 or value <= largest
+
+    monkeypatch.setattr(cpu_process.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    cpu_process.keep_freed_memory({})
+    assert calls == asked
+
+
+def test_a_chosen_policy_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `chrt -i 0 jaxdist train`."""
+    set_to = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda process, policy, parameters: set_to.append(policy))
+    for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
+        monkeypatch.setattr(os, "sched_getscheduler", lambda process, policy=policy: policy)
+        cpu_process.avoid_interruptions()
+    assert set_to == [os.SCHED_BATCH]
+
+
 def test_a_system_may_forbid_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or not have it."""
 
@@ -70,6 +103,6 @@ def test_a_system_may_forbid_the_policy(monkeypatch: pytest.MonkeyPatch) -> None
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", forbidden)
-    avoid_interruptions()
+    cpu_process.avoid_interruptions()
     monkeypatch.delattr(os, "sched_setscheduler")  # as on other systems
-    avoid_interruptions()
+    cpu_process.avoid_interruptions()

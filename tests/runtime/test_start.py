@@ -10,6 +10,8 @@ from child import environment
 from jaxdist.config.load import load_config
 from jaxdist.config.resolve import has_gpus
 from jaxdist.config.schema import DevicesConfig
+from jaxdist.processes import Place
+from jaxdist.runtime import start
 from jaxdist.runtime.start import (
     OWN_THREADS,
     THREADS_ALONE,
@@ -90,6 +92,25 @@ def test_other_errors_of_jax_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     for platform in ("auto", "gpu"):
         with pytest.raises(RuntimeError, match="planted"):
             count_devices(DevicesConfig(platform=platform))
+
+
+@pytest.mark.parametrize(
+    ("processes", "cores", "elsewhere", "overrides", "one"),
+    [
+        (2, 1, False, (), True),
+        (2, 1, True, (), False),  # another rank has more: their programs must be alike
+        (2, 2, False, (), False),
+        (2, 1, False, ("parallel.grad_sync.deterministic=true", "optimizer.name=adamw"), False),
+        (1, 1, False, (), False),
+    ],
+)
+def test_ranks_agree_on_having_one_core_each(
+    processes: int, cores: int, elsewhere: bool, overrides: tuple[str, ...], one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "place", lambda: Place(0, processes))
+    monkeypatch.setattr(start, "anywhere", lambda own: own or elsewhere)
+    monkeypatch.setattr(start.os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert start._one_core_each(load_config("configs/quickstart.yaml", overrides)) == one
 
 
 @pytest.mark.parametrize(

@@ -335,3 +335,10 @@ def test_an_evaluation_is_the_same_in_every_layout(finished: Path, configure: Co
     for layout, loss in found.items():
         assert loss == pytest.approx(found["one"], rel=1e-6), layout
     assert 1 < found["one"] < 6
+
+
+@pytest.mark.parametrize("before", ["~nobody-of-this-name/data", "a" * 300, "nul\0", 7])
+def test_data_of_another_host_or_user_are_another_place(before: Any, tmp_path: Path) -> None:
+    saved, now = ({"data": {"sha256": digit * 64}} for digit in "12")
+    with pytest.raises(UserError, match=r"^data.path: other data .*perhaps by data.path "):
+        check_identity(saved, now, tmp_path, changed={"data.path": [before, str(tmp_path)]})

@@ -5,15 +5,14 @@ transposed copy of dy, and multiplies this at two thirds of the speed. Here it i
 with 4 blocks of 256 took 361 ms in place of 407 (8 x 128 tokens, one core). Only where x is wider than dy, as in the
 second product of an MLP, dy^T x and its transpose are the faster way.
 
-A process on one core, as `jaxdist launch` starts them on CPUs, multiplies a transposed copy of the narrower array where
-the other is at least twice as wide: a step of this model with 16 x 128 tokens took 690 ms in place of 800.
+A process on one core, as a rank on CPUs, multiplies a transposed copy of the narrower array where the other is twice as
+wide: a step of this model with 16 x 128 tokens took 690 ms in place of 800.
 
 Legend: T tokens, I input width, O output width.
 """
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,9 @@ from jax import lax
 from jaxdist.collectives import to_varying, varying_axes
 from jaxdist.mesh import traced_for_gpus
 from jaxdist.precision.autocast import casting
+
+# Whether all processes of the job have one core each: set by `runtime.start`, since their programs must be alike.
+one_core = jax.make_user_context(False)
 
 
 def plain_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -69,7 +71,7 @@ def _over_rows(precision: Any, x_TI: jax.Array, dy_TO: jax.Array) -> jax.Array:
     if not traced_for_gpus():
         if x_TI.shape[1] > dy_TO.shape[1]:  # a wide x^T is multiplied at two thirds of the speed
             return lax.optimization_barrier(_over_rows(precision, dy_TO, x_TI)).T
-        if dy_TO.shape[1] >= 2 * x_TI.shape[1] and len(os.sched_getaffinity(0)) == 1:  # at half of it, on one core
+        if dy_TO.shape[1] >= 2 * x_TI.shape[1] and one_core.value:  # at half of it, on one core
             return jnp.dot(lax.optimization_barrier(x_TI.T), dy_TO, precision=precision)
     return lax.dot_general(x_TI, dy_TO, (((0,), (0,)), ((), ())), precision=precision)
 

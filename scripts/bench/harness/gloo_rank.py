@@ -34,10 +34,12 @@ def jaxdist(kind: str, size: Any, rank: int, processes: int, address: str) -> St
     from jaxdist.init import state_target
     from jaxdist.mesh import make_mesh
     from jaxdist.models.gpt import gpt
+    from jaxdist.nn.matmul.plain import one_core
     from jaxdist.specs import BATCH_SPEC
     from jaxdist.state import place_params
     from jaxdist.step import make_train_step
 
+    one_core.set_global(True)  # as of a run in a job
     task = make_task(size, gpu=False, precision="fp32")
     strategy, *names = kind.split("-")
     mesh = make_mesh(data=processes) if strategy == "ddp" else make_mesh(fsdp=processes)
