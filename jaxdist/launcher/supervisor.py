@@ -170,7 +170,7 @@ class Supervisor:
         self.fruitless += 1
         self.say(
             f"{self.describe(outcome)}; restart {self.fruitless} of {self.plan.max_restarts} without a newer"
-            f" checkpoint than {'none' if self.best < 0 else f'step {self.best}'}"
+            f" checkpoint than {f'none in {self.plan.run_dir}' if self.best < 0 else f'step {self.best}'}"
         )
         return None
 
@@ -183,7 +183,10 @@ class Supervisor:
         if self.plan.max_restarts == 0:
             self.say(self.describe(outcome))
             return STOPPED if cause == STOPPED or cause < 0 else WRONG if cause == WRONG else FAILED
-        self.say(f"{self.describe(outcome)}; given up after {self.fruitless} restarts without a newer checkpoint")
+        why = f"given up after {self.fruitless} restarts without a newer checkpoint"
+        if self.best < 0:
+            why += f" in {self.plan.run_dir}; a loop of your own gives its folder as {RUN_DIR}"
+        self.say(f"{self.describe(outcome)}; {why}")
         return WRONG if cause == WRONG else FAILED
 
     def close(self) -> None:

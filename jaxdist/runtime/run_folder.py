@@ -1,5 +1,6 @@
 """The folders of a run and of its logs, by names that cannot lead out of them. Imported before JAX is."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -84,11 +85,11 @@ def refuse_strangers(folder: Path) -> None:
 
 
 def latest_step(run: Path) -> int:
-    """The step of the newest finished checkpoint of a run, -1 where there is none."""
-    try:
-        names = [entry.name for entry in (run / "checkpoints").iterdir()]
-    except OSError:
-        return -1
+    """The step of the newest finished checkpoint of a run, or of a folder of `Checkpoints`; -1 where there is none."""
+    names = []
+    for folder in (run, run / "checkpoints"):
+        with contextlib.suppress(OSError):
+            names += [entry.name for entry in folder.iterdir()]
     return max((int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)), default=-1)
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from levels import others_slow
 
@@ -115,6 +116,20 @@ def test_other_data_and_all_of_it(made: Path, tmp_path: Path, say: Any) -> None:
         found.append(json.loads((tmp_path / "found.json").read_text()))
     assert [each["batches"] for each in found] == [2, 4, 2] and found[2]["settings"] == more
     assert found[2]["metrics"]["eval/loss"] > found[0]["metrics"]["eval/loss"] + 0.05
+
+
+def test_other_data_are_held_out_of_themselves(tmp_path: Path, say: Any) -> None:
+    """Not in the held-out file of the run. What is read is named."""
+    for seed, name in enumerate("abc"):
+        np.random.default_rng(seed).integers(0, 256, 4000).astype(np.uint8).tofile(tmp_path / f"{name}.bin")
+    of, held = ([f"data.{key}={tmp_path / name}.bin" for name in "abc"] for key in ("path", "val_path"))
+    sizes = ["model.width=32", "data.seq_len=32", "data.global_batch=8", "train.steps=1", "train.sample_tokens=0"]
+    tokens = ["data.source=tokens", "data.token_dtype=uint8", "model.layers=1", "train.eval_every=1", of[0], held[1]]
+    assert train(load_config("configs/quickstart.yaml", sizes + tokens), tmp_path / "run") == 0
+    found = [say(tmp_path / "run", *more)[1] for more in ([], [of[2]], [of[2], "data.val_path=null"], [held[2]])]
+    names = [Path(text.splitlines()[0].rpartition(" ")[2]).stem for text in found]
+    losses = [text.splitlines()[1] for text in found]
+    assert names == ["b", "c", "c", "c"] and losses[1] == losses[2] and len(set(losses)) == 3
 
 
 def test_a_damaged_checkpoint_is_passed_over(made: Path, tmp_path: Path, say: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 
 from jaxdist.config.arguments import output_file, step_of_run
@@ -31,6 +32,14 @@ def config_of_run(run_dir: str, settings: Sequence[str]) -> Config:
     return load_config(file, [*_WRITES, *settings])
 
 
+def _of_these_data(config: Config, arguments: Namespace) -> Config:
+    """The configuration without the held-out file of the run, where other data are given and no such file of theirs."""
+    other = any(each.startswith(("data.path=", "data.source=", "data=")) for each in arguments.settings)
+    if config.data.val_path is None or not other or any("val_path" in each for each in arguments.settings):
+        return config
+    return config_of_run(arguments.run_dir, [*arguments.settings, "data.val_path=null"])
+
+
 @reports_mistakes
 def main(argv: Sequence[str], prog: str = "jaxdist eval") -> int:
     """Exit status: 0; 2 for wrong arguments, and where the run holds nothing that can be evaluated so.
@@ -58,7 +67,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist eval") -> int:
         parser.error("the following arguments are required: RUN_DIR")
     take_job_flags(arguments, os.environ)
     arguments.run_dir, *arguments.settings = arguments.words
-    config = config_of_run(arguments.run_dir, arguments.settings)
+    config = _of_these_data(config_of_run(arguments.run_dir, arguments.settings), arguments)
     from jaxdist.cli.work.evaluate import run_eval
 
     with quiet_gloo() if find_job(os.environ) else contextlib.nullcontext():

@@ -43,7 +43,8 @@ def run_eval(arguments: Namespace, config: Config) -> int:
         state = read_state(plan, stored, run_dir, ema=averaged)
         found = evaluator(state)
         if jax.process_index() == 0:
-            batches, size, path = evaluator.batches, config.data.global_batch, plan.source.info["path"]
+            batches, size = evaluator.batches, config.data.global_batch
+            path = config.data.val_path or plan.source.info["path"]
             what = f"step {stored.step} of {arguments.run_dir}{', the moving average' if averaged else ''}"
             print(f"{what}: {batches} held-out batches of {size}, of {path}")
             print("\n".join(aligned([(name, f"{value:.6f}") for name, value in found.items()], right=(1,))))

@@ -97,8 +97,9 @@ def _in_file(path: Path) -> Ids:
 def _samples(arrays: Mapping[str, Ids], *, key: str) -> Samples:
     if lacking := [name for name in REQUIRED if name not in arrays]:
         raise UserError(
-            f"{key}: has no array {lacking[0]!r}, only {', '.join(arrays) or 'nothing'}; allowed names:"
-            " image, label, and others beside them"
+            f"{key}: has no array {lacking[0]!r}, only {', '.join(arrays) or 'nothing'}; allowed: image.npy and"
+            " label.npy in a folder, or an .npz file with image and label, and others beside them; pictures as .png are"
+            " not decoded: save them once with numpy.save (docs/data.md)"
         )
     counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     size = counts["image"]
