@@ -27,9 +27,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # a function of glibc
     if mallopt is not None and not _sets_malloc(environ):
         # Any of them ends glibc's own choice of this threshold: the others are set only where it is large already.
-        if any(
-            mallopt(MMAP_THRESHOLD, largest) for largest in LARGEST_IN_HEAP
-        ):  # stops at the first that is not refused
+        allowed = any(mallopt(MMAP_THRESHOLD, size) for size in LARGEST_IN_HEAP)  # asks until one is not refused
+        if allowed:
             for parameter, value in HEAP.items():
                 mallopt(parameter, value)
 

@@ -97,12 +97,16 @@ def test_a_chosen_policy_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_system_may_forbid_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or not have it."""
+    """Or not have it. The process goes on with its own."""
+    asked = []
 
-    def forbidden(*arguments: object) -> None:
+    def forbidden(process: int, *arguments: object) -> None:
+        asked.append(process)
         raise PermissionError
 
+    monkeypatch.setattr(os, "sched_getscheduler", lambda process: os.SCHED_OTHER)
     monkeypatch.setattr(os, "sched_setscheduler", forbidden)
     cpu_process.avoid_interruptions()
     monkeypatch.delattr(os, "sched_setscheduler")  # as on other systems
     cpu_process.avoid_interruptions()
+    assert asked == [0]
