@@ -1,5 +1,6 @@
 """Evaluation and sampling: forward-only programs in the layout of training."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -53,8 +55,44 @@ def evaluated(state: TrainState) -> tuple[PyTree, PyTree]:
 
 
 def unused_keys(rows: int) -> jax.Array:
-    """Dropout keys that are never read: a model for evaluation has no dropout."""
+    """Dropout keys that a model in evaluation mode does not read."""
     return jax.random.split(jax.random.key(0), rows)
+
+
+def signs_of_training(whole: Callable[..., tuple[PyTree, PyTree]], given: tuple[PyTree, PyTree, PyTree]) -> str:
+    """What an evaluation does that only training should, in words; "" where there is nothing.
+
+    - whole: (params, model_state, batch, keys) -> (sums, new model_state), which is traced only.
+    - given: (params, model_state, batch): arrays or their shapes.
+    """
+    rows = len(jax.tree.leaves(given[2])[0])
+    *sizes, keys = (len(jax.tree.leaves(part)) for part in (*given, 0))
+    traced, shapes = jax.make_jaxpr(whole, return_shape=True)(*given, jax.eval_shape(lambda: unused_keys(rows)))
+    of_sums = [True] * len(jax.tree.leaves(shapes[0])) + [False] * len(jax.tree.leaves(shapes[1]))
+    (_, by_sums), (_, by_state) = (
+        dce_jaxpr(traced.jaxpr, wanted) for wanted in (of_sums, [not each for each in of_sums])
+    )
+    first = sum(sizes[:2])
+    signs = {
+        "draws random numbers": by_sums[-keys:],
+        "takes statistics of the batch": by_state[first : first + sizes[2]],
+    }
+    return " and ".join(sign for sign, read in signs.items() if any(read))
+
+
+def _sums_of(whole: Callable[..., tuple[PyTree, PyTree]]) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+    """(params, model_state, batch) -> the sums of `whole`, which is as in `signs_of_training`."""
+    return lambda *given: whole(*given, unused_keys(len(jax.tree.leaves(given[2])[0])))[0]
+
+
+def _tell_of_training(whole: Callable[..., tuple[PyTree, PyTree]], given: tuple[PyTree, PyTree, PyTree]) -> None:
+    """Warn of an evaluation of a loss in training mode. The arguments are those of `signs_of_training`."""
+    if (signs := signs_of_training(whole, given)) and jax.process_index() == 0:
+        logging.getLogger("jaxdist").warning(
+            "evaluation: the loss %s, as in training, and eval/loss is of that mode; give eval_loss= of fit, or"
+            " evaluation= of linen_loss (docs/own_loss.md)",
+            signs,
+        )
 
 
 def _measured(model: ModelDef) -> ModelDef:
@@ -73,12 +111,12 @@ def _measured(model: ModelDef) -> ModelDef:
 
 def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., Any]:
     """Compiled (params, batch) -> {"loss": (sum, weight)} and the head's metrics, {name: (sum, weight)}, over the
-    global batch. `model` must have no dropout."""
+    global batch. `model` should have no dropout; if it has, a batch may have "keys" for it, one a row."""
     program = make_program(_measured(model), strategy, specs)
 
     def region(params: PyTree, batch: PyTree) -> dict[str, tuple[jax.Array, jax.Array]]:
         rows = jax.tree.leaves(batch)[0].shape[0]
-        batch = to_varying({**batch, "keys": unused_keys(rows)}, BATCH_LIKE)
+        batch = to_varying({"keys": unused_keys(rows), **batch}, BATCH_LIKE)
         loss, weight, metrics, *_ = program.loss(*strategy.begin(params, specs, STACKED), batch)
         return psum(to_varying({"loss": (loss, weight), **metrics}, BATCH_LIKE), BATCH_LIKE)
 
@@ -90,22 +128,31 @@ def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strateg
 def make_loss_eval_step(
     loss: UserLoss, mesh: Mesh, specs: PyTree, strategy: Strategy, options: StepOptions
 ) -> Callable[..., Any]:
-    """Compiled (params, model_state, batch) -> {"loss": (sum, weight), ...} with the loss's metrics, over the global
-    batch. `loss` is one in evaluation mode: its new state is dropped."""
+    """(params, model_state, batch) -> {"loss": (sum, weight), ...} with the loss's metrics, over the global batch.
+    `loss` is one in evaluation mode: its new state is dropped. The first call warns of one that is not."""
     options = replace(options, microbatches=1, remat="none")
     program, region_of = program_and_region(loss, strategy, specs, mesh, options)
 
-    def region(params: PyTree, model_state: PyTree, batch: PyTree) -> dict[str, Any]:
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        parts = to_varying({"batch": batch, "keys": unused_keys(rows)}, BATCH_LIKE)
+    def region(params: PyTree, model_state: PyTree, batch: PyTree, keys: jax.Array) -> tuple[PyTree, PyTree]:
         diff, captured = strategy.begin(params, specs, None)
+        parts = to_varying({"batch": batch, "keys": keys}, BATCH_LIKE)
         total, weight, extra = program.loss(diff, (captured, model_state), parts)
-        totals = {"loss": (total, weight), **program.settle(extra, model_state)[0]}
-        return psum(to_varying(totals, BATCH_LIKE), BATCH_LIKE)
+        metrics, new = program.settle(extra, model_state)
+        return psum(to_varying({"loss": (total, weight), **metrics}, BATCH_LIKE), BATCH_LIKE), new
 
-    return jax.jit(
-        region_of(region, mesh=mesh, in_specs=(active_specs(specs, mesh), P(), batch_spec(mesh)), out_specs=P())
-    )
+    split = batch_spec(mesh)
+    whole = region_of(region, mesh=mesh, in_specs=(active_specs(specs, mesh), P(), split, split), out_specs=(P(), P()))
+    whole, told = jax.jit(whole), False
+    sums = jax.jit(_sums_of(whole))
+
+    def step(*given: PyTree) -> dict[str, Any]:
+        nonlocal told
+        if not told:
+            _tell_of_training(whole, given)
+            told = True
+        return sums(*given)
+
+    return step
 
 
 def forward_parts(plan: RunPlan) -> tuple[Any, Mesh, PyTree, Strategy]:
@@ -209,19 +256,21 @@ def own_evaluation(
             "eval_data: can be read once only; give what can be read again: a list, or the function that makes it"
         )
 
-    def own(params: PyTree, model_state: PyTree, batch: PyTree) -> dict[str, Any]:
+    def own(params: PyTree, model_state: PyTree, batch: PyTree, keys: jax.Array) -> tuple[dict[str, Any], PyTree]:
         run = autocast(loss, precision.compute) if precision.per_op else loss
         carried = [model_state] if jax.tree.leaves(model_state) else []
-        keys = unused_keys(len(jax.tree.leaves(batch)[0]))
         total, results = read_results(run(as_received(params, precision), batch, keys, *carried), model_state)
-        return {"loss": (total, results.weight), **results.metrics}
+        return {"loss": (total, results.weight), **results.metrics}, results.model_state
 
     if isinstance(loss, ModelDef):
         specs = specs_of_arrays(plan.parts.target.params)
         step = make_eval_step(in_precision(loss, precision), mesh, specs, get_strategy(plan.parts.options))
-        totals: Callable[..., Any] = lambda params, _, batch: step(params, batch)  # noqa: E731
+        whole: Callable[..., tuple[PyTree, PyTree]] = jax.jit(
+            lambda params, model_state, batch, keys: (step(params, {**batch, "keys": keys}), model_state)
+        )
     else:
-        totals = jax.jit(own, out_shardings=NamedSharding(mesh, P()))
+        whole = jax.jit(own)
+    totals = jax.jit(_sums_of(whole), out_shardings=NamedSharding(mesh, P()))
     placing = Placing(plan.sharding, {axis: mesh.shape[axis] for axis in BATCH_AXES}, "eval_data")
 
     def batches() -> Iterator[PyTree]:
@@ -237,7 +286,10 @@ def own_evaluation(
         sums = add_up((totals(*shown, batch) for batch in batches()), on_cpu=on_cpu(mesh))
         return mean_metrics(sums)
 
-    jax.eval_shape(totals, plan.parts.evaluated, plan.parts.target.model_state, next(batches()))
+    first, model = (plan.parts.evaluated, plan.parts.target.model_state, next(batches())), plan.parts.model
+    jax.eval_shape(totals, *first)
+    if loss is model or loss is getattr(model, "evaluation", None):  # another one is as the user wants it
+        _tell_of_training(whole, first)
     return evaluate
 
 

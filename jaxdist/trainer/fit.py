@@ -146,7 +146,7 @@ def fit(
     mesh: by default all devices, as `fsdp`.
     run_dir: is resumed where it holds a checkpoint; by default a new folder below runs/.
     eval_data, eval_loss: the batches of an evaluation, and a loss in place of model, which would keep its dropout; that
-        of `nnx_loss` is in evaluation mode by itself.
+        of `nnx_loss`, and of `linen_loss(evaluation=)`, is in evaluation mode by itself.
     patience: ends the run after so many evaluations in a row without a lower loss.
     ema: the decay of a moving average of parameters and model_state, which is what is evaluated then.
     callbacks: functions (step, metrics), called for each step in order, one step late: no device waits for them.

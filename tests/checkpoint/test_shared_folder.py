@@ -72,9 +72,15 @@ def test_a_process_that_may_not_look_does_not_leave_the_others_waiting(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer is no, not an error between two collectives."""
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    monkeypatch.setattr(os, "stat", Mock(side_effect=stale))
-    monkeypatch.setattr(Path, "stat", Mock(side_effect=stale))
+    own = threading.get_ident()  # threads of a save before may look at other files meanwhile
+    for where in (os, Path):
+
+        def stat(*given: Any, look: Any = where.stat, **more: Any) -> Any:
+            if threading.get_ident() == own:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return look(*given, **more)
+
+        monkeypatch.setattr(where, "stat", stat)
     monkeypatch.setattr(arguments, "_VISIBLE_S", 0.2)
     assert not arguments._wait_to_see(tmp_path)
 

@@ -1,5 +1,6 @@
 """Flax Linen modules in losses."""
 
+import functools
 import inspect
 import re
 import zlib
@@ -24,6 +25,7 @@ def linen_loss(
     per_sample: bool = False,
     sync: bool = True,
     streams: tuple[str, ...] = ("dropout",),
+    evaluation: Callable[..., tuple[Any, ...]] | None = None,
 ) -> ModuleLoss:
     """The loss of a Flax Linen module, to give to `init_state` and `make_train_step`.
 
@@ -36,6 +38,7 @@ def linen_loss(
         step's keys, one a row.
     per_sample, sync: as in `nnx_loss`.
     streams: names of the random streams that the module asks for by `make_rng`.
+    evaluation: fn of evaluations, which calls `module(batch["x"], train=False)`; by default fn itself.
 
     >>> from flax import linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False)])
@@ -52,22 +55,15 @@ def linen_loss(
         raise UserError(
             f"linen_loss: module is {module_kind(module)}; allowed: a linen.Module that is made, such as MLP()"
         )
-    if "params" not in variables:
-        raise UserError(
-            f"linen_loss: variables has {', '.join(sorted(variables)) or 'nothing'}, and no params; allowed: what"
-            " module.init(key, x) returns"
-        )
-    carried: dict[str, Any] = dict(flax.core.unfreeze(linen.meta.unbox(variables)))
-    carried.pop("intermediates", None)  # what `init` has collected
-    params = carried.pop("params")
+    params, carried = _taken_apart(variables)
 
-    def run(params: PyTree, batch: PyTree, keys: jax.Array | None, model_state: PyTree) -> Any:
+    def run(of: Any, params: PyTree, batch: PyTree, keys: jax.Array | None, model_state: PyTree) -> Any:
         # Each by its own name: `nn.scan` and `nn.vmap` split streams by their names.
         seeds = None if keys is None else {name: _named_key(keys[0], name) for name in streams}
         bound = module.bind({"params": params, **model_state}, rngs=seeds, mutable=list(model_state))
         with linen.intercept_methods(lambda *given: _intercepted(*given, sync=sync)):
             try:
-                result = call_user(fn, bound, batch, keys)
+                result = call_user(of, bound, batch, keys)
             except flax.errors.InvalidRngError as error:
                 raise UserError(_missing_stream(str(error), streams, seeded=keys is not None)) from error
         found = flax.core.unfreeze(dict(bound.variables))
@@ -75,7 +71,21 @@ def linen_loss(
         _check_grown(new, model_state)
         return result, new
 
-    return ModuleLoss(run, params, carried, per_sample=per_sample)
+    parts: dict[str, Any] = {"params": params, "model_state": carried, "per_sample": per_sample}
+    other = evaluation and ModuleLoss(functools.partial(run, evaluation), **parts)
+    return ModuleLoss(functools.partial(run, fn), **parts, evaluation=other)
+
+
+def _taken_apart(variables: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    """(params, the other collections by name) of the variables of a module."""
+    if "params" not in variables:
+        raise UserError(
+            f"linen_loss: variables has {', '.join(sorted(variables)) or 'nothing'}, and no params; allowed: what"
+            " module.init(key, x) returns"
+        )
+    carried: dict[str, Any] = dict(flax.core.unfreeze(linen.meta.unbox(variables)))
+    carried.pop("intermediates", None)  # what `init` has collected
+    return carried.pop("params"), carried
 
 
 def _check_grown(found: PyTree, given: PyTree) -> None:
