@@ -249,7 +249,9 @@ class TrainConfig:
         choices=("stop", "skip", "rollback"),
     )
     loss_spike: float = setting(
-        0.0, "a loss above this many times the median of the last 64 counts as not finite; 0: off", at_least=0
+        0.0,
+        "a loss above this many times the median of the last 64, if all are above 0, counts as not finite; 0: off",
+        at_least=0,
     )
     watchdog_s: float | None = setting(
         None,

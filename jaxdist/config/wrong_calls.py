@@ -1,7 +1,9 @@
-"""Wrong arguments of calls in Python, each refused in one line. Imported once something is wrong. Imports no jax."""
+"""Wrong arguments of calls in Python, each refused in one line. Imports no jax."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from jaxdist.errors import UserError, nearest
@@ -23,6 +25,19 @@ _MODULES = {
     "flax.linen": "; give jaxdist.linen_loss(module, variables, fn), whose fn(module, batch) computes the loss",
 }
 _ONLY_OF = {"rules": "init_state", "model_state": "init_state"}  # what is taken beside options, by that alone
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """A context in which a `UserError` names what `fit` takes, not keys and options of `scripts/train.py`."""
+    try:
+        yield
+    except UserError as error:
+        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed|ema)\b)", "", str(error)).replace("run-dir", "run_dir")
+        own = own.replace("precision.max_consecutive_skips", "max_skips")
+        if own == str(error):
+            raise
+        raise UserError(own) from error
 
 
 def refuse_argument(name: str, value: Any) -> NoReturn:

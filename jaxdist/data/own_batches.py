@@ -70,12 +70,13 @@ class Placing:
         return leaf if isinstance(leaf, jax.Array) else jax.make_array_from_process_local_data(self._sharding, leaf)
 
     def _array(self, leaf: Any, where: str) -> Any:
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(self._sharding, leaf.ndim):
+        if isinstance(leaf, jax.Array) and leaf.ndim and leaf.sharding.is_equivalent_to(self._sharding, leaf.ndim):
             return leaf
         array = np.asarray(_of_tensor(leaf) if hasattr(leaf, "numpy") else leaf)
         if not array.ndim or not (jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
-            refuse_leaf(where, f"an array of {array.dtype}" if array.ndim else f"a {type(leaf).__name__}")
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            kind = "one number" if hasattr(leaf, "dtype") else f"a {type(leaf).__name__}"
+            refuse_leaf(where, f"an array of {array.dtype}" if array.ndim else kind)
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))  # files may have the other one
         return np.array(as_dtype(array, dtype, where=where))  # a copy: a generator may use its arrays again
 
     def _check_rows(self, arrays: Mapping[str, Any], where: str) -> None:
@@ -173,7 +174,11 @@ def one_pass(data: Any) -> Iterator[Any]:
     """The batches of one epoch."""
     if isinstance(data, GlobalBatches):
         return map(data.batch, range(data.batches or 0))
-    return iter(data()) if callable(data) and not hasattr(data, "__iter__") else iter(data)
+    if hasattr(data, "__iter__"):
+        return iter(data)
+    if callable(data):
+        return one_pass(data())
+    return (data[number] for number in range(len(data)))  # `iter` would go on to an IndexError, which may never come
 
 
 def as_many(batches: Iterator[Any], key: str) -> Iterator[Any]:
@@ -263,14 +268,16 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if hasattr(value, "numpy") or isinstance(value, np.ndarray | np.generic):
-        array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-        raw = base64.b64encode(array.tobytes()).decode()
-        return {"tensor" if hasattr(value, "numpy") else "array": [array.dtype.str, list(array.shape), raw]}
+        array = np.asarray(_of_tensor(value) if hasattr(value, "numpy") else value)
+        if array.dtype.kind not in "OV":  # pointers; records, and types that NumPy has not, as bfloat16
+            raw = base64.b64encode(array.tobytes()).decode()
+            return {"tensor" if hasattr(value, "numpy") else "array": [array.dtype.str, list(array.shape), raw]}
+        value = array
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    kind = f"{type(value).__name__}{f' of {value.dtype}' if isinstance(value, np.ndarray) else ''}"
     raise UserError(
-        f"data: its state holds a {type(value).__name__}; allowed: numbers, texts, bytes, arrays, and lists and dicts"
-        " of these"
+        f"data: its state holds a {kind}; allowed: numbers, texts, bytes, arrays of these, and lists and dicts of these"
     )
 
 

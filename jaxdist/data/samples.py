@@ -57,7 +57,7 @@ def sample_leaves(sample: Mapping[str, Any], *, where: str) -> Leaves:
         if array.dtype.kind not in "biuf":
             raise UserError(f"{where}: {name} is of type {array.dtype}; allowed: numbers and booleans")
         narrow = {"i8": np.int32, "u8": np.uint32, "f8": np.float32}.get(f"{array.dtype.kind}{array.dtype.itemsize}")
-        leaves[name] = jax.ShapeDtypeStruct(array.shape, narrow or array.dtype)
+        leaves[name] = jax.ShapeDtypeStruct(array.shape, narrow or array.dtype.newbyteorder("="))
     return leaves
 
 

@@ -96,7 +96,7 @@ def generate(
     sampling, ends = Sampling(temperature, top_k, top_p), Ends(eos_of(eos, tokenizer), stop, tokenizer)  # type: ignore[arg-type]
     run, params = _generator(model, params, options, sampling, positions=positions, cache=cache)
     ids = [ids_of(prompt, tokenizer) for prompt in prompts]
-    run.check([len(each) for each in ids], max_tokens)
+    run.check(ids, max_tokens)
     found: list[Completion] = []
     for first in range(0, len(ids), batch):
         some = ids[first : first + batch]

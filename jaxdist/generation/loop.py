@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import to_varying
 from jaxdist.errors import UserError
 from jaxdist.generation.forward import cached_passes, whole_passes, why_no_cache
-from jaxdist.generation.sampling import Sampling, draw
+from jaxdist.generation.sampling import KEYS, Sampling, draw
 from jaxdist.mesh import AXES, BATCH_AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy
@@ -92,6 +92,8 @@ class Generator:
         self._layout = None if same else map_specs(lambda spec: NamedSharding(mesh, spec), specs)
         self.mesh, self.chunk, self.sampling = mesh, chunk, sampling
         self.positions = min((each for each in (positions, model.positions) if each is not None), default=None)
+        of = (model.shapes["head"], model.shapes["embed"] if model.tied else None)
+        self.vocab = None if model.vocabulary is None else len(jax.eval_shape(model.vocabulary, *of)[0])
         self.why_no_cache = "it is switched off" if not cache else why_no_cache(model, mesh)
         make = cached_passes if self.why_no_cache is None else whole_passes
         self._forward = make(model, mesh, specs, strategy)
@@ -109,14 +111,14 @@ class Generator:
         """(The first token of each row, what is kept)."""
         tokens, lengths, keys = to_varying((tokens, lengths, keys), BATCH_AXES)
         logits, kept = self._forward.start(self._forward.begin(params), tokens, lengths, new)
-        return draw(logits, jax.random.wrap_key_data(keys), lengths, self.sampling), kept
+        return draw(logits, jax.random.wrap_key_data(keys, impl=KEYS), lengths, self.sampling), kept
 
     def _more(
         self, params: PyTree, kept: PyTree, tokens: jax.Array, positions: jax.Array, keys: Any, steps: Any
     ) -> Any:
         """(`steps` tokens of each row, [B, chunk], what is kept). tokens: the last ones, and their positions."""
         tokens, positions, keys = to_varying((tokens, positions, keys), BATCH_AXES)
-        begun, keys = self._forward.begin(params), jax.random.wrap_key_data(keys)
+        begun, keys = self._forward.begin(params), jax.random.wrap_key_data(keys, impl=KEYS)
 
         def body(step: jax.Array, carry: PyTree) -> PyTree:
             tokens, positions, kept, found = carry
@@ -133,17 +135,23 @@ class Generator:
         *_, kept, found = lax.fori_loop(jnp.int32(0), steps, body, (tokens, positions, kept, found))
         return found, kept
 
-    def check(self, lengths: Sequence[int], max_tokens: int) -> None:
-        """Raise `UserError` for a prompt without tokens, and for one after which there is no room for a token."""
+    def check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Raise `UserError` for a prompt without tokens, for one after which there is no room for a token, and for ids
+        that are not in the model's vocabulary."""
         if max_tokens < 1:
             raise UserError(f"max_tokens: {max_tokens}; allowed: 1 and more")
-        for number, length in enumerate(lengths):
-            if not length:
+        for number, prompt in enumerate(prompts):
+            if not (length := len(prompt)):
                 raise UserError(f"prompt {number}: has no tokens; give at least one, such as that which begins a text")
             if self.positions is not None and length >= self.positions:
                 raise UserError(
                     f"prompt {number}: has {length} tokens, but the model has {self.positions} positions; allowed: up"
                     f" to {self.positions - 1}, which leaves one to generate"
+                )
+            if self.vocab and not 0 <= (wrong := max(prompt) if min(prompt) >= 0 else min(prompt)) < self.vocab:
+                raise UserError(
+                    f"prompt {number}: has the token id {wrong}, and the model's vocabulary has the ids 0 to"
+                    f" {self.vocab - 1}; give the tokenizer of this model"
                 )
 
     def trace(self, params: PyTree, max_tokens: int) -> jax.ShapeDtypeStruct:
@@ -168,7 +176,7 @@ class Generator:
 
         keys: of the rows, from `row_keys`.
         """
-        self.check([len(prompt) for prompt in prompts], max_tokens)
+        self.check(prompts, max_tokens)
         params = params if self._layout is None else jax.device_put(params, self._layout)
         count, shards = len(prompts), batch_shards(self.mesh)
         rows = -(-count // shards) * shards  # rows that fill the last shard repeat the first one

@@ -44,18 +44,26 @@ class Sampling:
             raise UserError(f"top_p: {self.top_p}; allowed: a number > 0 and <= 1, such as 0.95; or leave it out")
 
 
+KEYS = "threefry2x32"  # the generator of rows, whatever `jax_default_prng_impl` says: each draws by its own key
+
+
 def row_keys(seed: int, rows: range) -> np.ndarray:
     """The data of a random key for each row, uint32 [B, 2]. It depends on the seed and the row's number only."""
-    key = jax.random.key(seed)
+    key = jax.random.key(seed, impl=KEYS)
     keys = [jax.random.fold_in(key, _OTHER_ROWS + row) if row else key for row in rows]
     return np.stack([np.asarray(jax.random.key_data(each)) for each in keys])
 
 
 def draw(logits_BV: jax.Array, keys_B: jax.Array, positions_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """Ids int32 [B], which depend on the logits, the key and the position of their own row only.
+    """Ids int32 [B], which depend on the logits, the key and the position of their own row only; -1 where a logit is
+    NaN, of which `argmax` would make 0.
 
     keys_B: a random key a row, the same at all positions. positions_B: of the tokens that are drawn.
     """
+    return jnp.where(jnp.isnan(logits_BV.max(axis=-1)), -1, _drawn(logits_BV, keys_B, positions_B, sampling))
+
+
+def _drawn(logits_BV: jax.Array, keys_B: jax.Array, positions_B: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.temperature == 0:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)
     scores_BV = logits_BV / sampling.temperature

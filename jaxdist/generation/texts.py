@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.data.text.tokenizer import Tokenizer
-from jaxdist.errors import UserError
+from jaxdist.errors import UserError, first_of
 from jaxdist.generation.loop import Generator
 from jaxdist.specs import PyTree
 
@@ -102,12 +102,19 @@ def complete(
     max_tokens: int,
     ends: Ends,
 ) -> Iterator[list[Completion]]:
-    """The completions so far, chunk after chunk, until all have ended. keys: see `row_keys`."""
+    """The completions so far, chunk after chunk, until all have ended. keys: see `row_keys`. Raises `UserError` where a
+    model gives NaN."""
     found = [Completion(tuple(prompt)) for prompt in prompts]
     rooms = [generator.room(len(prompt), max_tokens) for prompt in prompts]
     for chunk in generator(params, prompts, keys, max_tokens):
         for one, new, room in zip(found, chunk.tolist(), rooms, strict=True):
             if not one.ended:
+                if -1 in new[: room - len(one.ids)]:
+                    before = len(one.prompt) + len(one.ids) + new.index(-1)
+                    raise UserError(
+                        f"prompts: the model gives NaN for the token after the first {before} of the text that begins"
+                        f" with the ids {first_of([*map(str, one.prompt)], 8)}; look whether the parameters are finite"
+                    )
                 ends.extend(one, new, room, last="max_tokens" if room == max_tokens else "positions")
         yield found
         if all(one.ended for one in found):

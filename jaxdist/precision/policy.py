@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxdist.config.rules.fields import check_section
 from jaxdist.config.rules.precision import POLICY_TYPES, Policy, resolve_policy
 from jaxdist.config.sections.precision import LossScale, PrecisionConfig
 from jaxdist.errors import UserError
@@ -42,12 +43,13 @@ class Precision(NamedTuple):
 
     @property
     def scale_rule(self) -> LossScale | None:
-        """The rule of the loss scale; None if the loss is not scaled."""
-        if isinstance(self.loss_scale, LossScale):
-            return None if self.loss_scale.mode == "none" else self.loss_scale
-        if self.loss_scale == "dynamic":
-            return LossScale("dynamic")
-        return None if self.loss_scale == 1 else LossScale("fixed", float(self.loss_scale))
+        """The rule of the loss scale; None if the loss is not scaled. Raises `UserError` for a scale of 0, for one."""
+        rule, given = LossScale("dynamic"), self.loss_scale
+        if given != "dynamic":
+            fixed: Any = float(given) if hasattr(given, "__float__") else given
+            rule = given if isinstance(given, LossScale) else LossScale("fixed", fixed)
+        check_section(rule, "precision.loss_scale")
+        return None if rule.mode == "none" or given == 1 else rule
 
 
 def _with_dtypes(policy: Policy) -> Precision:
@@ -59,11 +61,9 @@ POLICIES = {name: _with_dtypes(policy) for name, policy in POLICY_TYPES.items()}
 
 
 def make_precision(policy: str, reduce_dtype: str | None = None, **settings: Any) -> Precision:
-    """The policy called `policy`, with those of its fields replaced that are given: see `resolve_policy`.
-
-    fp64 needs `jax_enable_x64`, which must be on before arrays are made: `enable_x64(policy)`. Raises `UserError` for
-    an unknown policy, and for fields that have no effect with the others.
-    """
+    """The policy called `policy`, with those of its fields replaced that are given: see `resolve_policy`. Raises
+    `UserError` for an unknown policy, for fields that have no effect with the others, and for fp64 without
+    `jax_enable_x64`, which must be on before arrays are made: `enable_x64(policy)`."""
     return _enabled(policy, resolve_policy(policy, reduce_dtype, **settings))
 
 

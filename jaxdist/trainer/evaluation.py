@@ -369,7 +369,10 @@ def text_sampler(plan: RunPlan) -> Sampler | None:
         ) from error
 
     def sample(params: PyTree) -> str:
-        *_, found = complete(run, params, [prompt] * rows, keys, tokens, Ends(tokenizer=tokenizer))
+        try:
+            *_, found = complete(run, params, [prompt] * rows, keys, tokens, Ends(tokenizer=tokenizer))
+        except UserError as error:  # the loss tells whether training goes on
+            return f"no sample: {error}"
         return "\n\n".join(tokenizer.decode([*prompt, *each.ids]) for each in found)
 
     return sample

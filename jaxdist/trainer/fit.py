@@ -3,10 +3,9 @@
 import functools
 import inspect
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +20,9 @@ from jaxdist.build import Parts, skips_steps
 from jaxdist.config.checks import check_packages
 from jaxdist.config.load import settings_by_key
 from jaxdist.config.rules.fields import check_argument, keys
+from jaxdist.config.rules.precision import check_skips
 from jaxdist.config.schema import Config
+from jaxdist.config.wrong_calls import own_names
 from jaxdist.data import Source
 from jaxdist.data.own_batches import OwnBatches, Placing
 from jaxdist.errors import UserError, nearest
@@ -70,18 +71,6 @@ SETTINGS = (
 ELSEWHERE = {"epochs": "steps=, the number of the last step", "batch_size": "data, which gives whole batches"}
 
 
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """A context in which a `UserError` names what `fit` takes, not keys and options of `scripts/train.py`."""
-    try:
-        yield
-    except UserError as error:
-        own = re.sub(r"--(?=run-dir)|\btrain\.(?=(steps|seed|ema)\b)", "", str(error)).replace("run-dir", "run_dir")
-        if own == str(error):
-            raise
-        raise UserError(own) from error
-
-
 class FitResult(NamedTuple):
     """What `fit` returns.
 
@@ -114,7 +103,7 @@ class FitResult(NamedTuple):
         return DONE if self.stopped in ("", "patience") else STOPPED
 
 
-@_own_names()
+@own_names()
 def fit(
     model: ModelDef | UserLoss,
     optimizer: optax.GradientTransformation,
@@ -250,7 +239,9 @@ def _settled(
             f"patience: {patience!r}; allowed: an int of 1 or more, with eval_data and train.eval_every; or None"
         )
     check_packages(config.observe)
-    own = config.precision.max_consecutive_skips if options.max_skips == StepOptions.max_skips else options.max_skips
+    usual, rule = config.precision.max_consecutive_skips, options.precision.scale_rule
+    own = usual if options.max_skips == StepOptions.max_skips else options.max_skips
+    check_skips(own, usual, mode="none" if rule is None else "", on_nonfinite=config.train.on_nonfinite)
     return config, replace(options, max_skips=own if skips_steps(config, options.precision) else 0)
 
 
@@ -272,7 +263,7 @@ def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir:
         stop.join()
         with (
             fail_alone(),
-            _own_names(),
+            own_names(),
             watch.opened(facts_of_start(plan.config, versions())),
             ExitStack() as stack,
             watch.crumbs.failing(),

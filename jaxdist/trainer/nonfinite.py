@@ -38,14 +38,15 @@ def lower_rate(rates: Any) -> str:
 
 
 class Spikes:
-    """A limit on the loss: `factor` times the median of the recent losses. 0 is no limit."""
+    """A limit on the loss: `factor` times the median of the recent losses, where all of these are above 0: a loss that
+    may be negative has no such scale. A factor of 0 is no limit."""
 
     def __init__(self, factor: float) -> None:
         self._factor, self._losses = factor, deque[float](maxlen=_RECENT)
 
     def check(self, step: int, loss: float) -> None:
         """Raise `NonFinite` if this loss is above the limit."""
-        if self._factor and len(self._losses) >= _FEWEST:
+        if self._factor and len(self._losses) >= _FEWEST and min(self._losses) > 0:
             usual = statistics.median(self._losses)
             if loss > self._factor * usual:
                 times = f"{loss / usual:.3g} times the median of the last {len(self._losses)}"

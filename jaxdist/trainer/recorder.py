@@ -45,6 +45,17 @@ class Measured(NamedTuple):
     figures: StepFigures
 
 
+def updates_before(step: int, skipped: int, in_a_row: int) -> int:
+    """How many updates came before a step. The optimizer does not count steps that were skipped.
+
+    Args:
+        step: Its number, from 1.
+        skipped: How many steps were skipped so far, with this one; of replicas, by the one that skipped the fewest.
+        in_a_row: How many of them were the last ones; of replicas, by the one that skipped the most.
+    """
+    return step - 1 - skipped + (in_a_row > 0 and skipped > 0)
+
+
 class Recorder:
     """Writes finished steps to the console and metrics.jsonl, and raises `NonFinite` for what must not go on."""
 
@@ -108,14 +119,16 @@ class Recorder:
         loss, norm = values.pop("loss"), values["grad_norm"]
         skipped, in_a_row = int(values.pop("skipped", 0)), int(values.pop("skipped_in_a_row", 0))
         metrics = {"loss": loss, **values}
-        if self._rates is not None:  # the optimizer has not counted skipped steps
-            metrics["lr"] = float(self._rates[step - 1 - skipped + (in_a_row > 0)])
+        before = updates_before(step, skipped, in_a_row)
+        if self._rates is not None:
+            metrics["lr"] = float(self._rates[before])
         metrics |= times
         metrics |= self._figures.metrics(metrics["step_s"])
         metrics |= {"skipped": skipped} if in_a_row else {}
         self._outputs.console.step(step, metrics)
         with self._clock.spending("eval"):
-            evaluation = evaluate() if evaluate is not None and math.isfinite(loss) else {}
+            intact = math.isfinite(loss) or 0 < in_a_row <= self._max_skips
+            evaluation = evaluate() if evaluate is not None and intact else {}
         if evaluation:
             self._outputs.console.evaluation(step, evaluation)
             self._warn_of_evaluation(step, evaluation["eval/loss"])
@@ -125,8 +138,7 @@ class Recorder:
         if not shared:
             return evaluation
         if in_a_row or not (math.isfinite(loss) and math.isfinite(norm)):
-            fresh = step - 1 - skipped + (in_a_row > 0) == 0  # no step has changed the parameters yet
-            self._judge(step, loss, norm, in_a_row, values.get("loss_scale"), fresh=fresh)
+            self._judge(step, loss, norm, in_a_row, values.get("loss_scale"), fresh=before == 0)
         else:
             self._spikes.check(step, loss)
         return evaluation

@@ -237,6 +237,20 @@ def test_an_endless_stream(given: Callable[..., DataConfig]) -> None:
     ]
 
 
+def test_numbers_of_the_other_byte_order(tmp_path: Path) -> None:
+    """As files of other machines and formats have them."""
+    image = np.arange(960, dtype=">f8").reshape(80, 4, 3)
+    found = []
+    for name, kind in (("other", ">"), ("usual", "=")):
+        changed = {"image": image.astype(f"{kind}f4"), "label": np.arange(80, dtype=f"{kind}i4")}
+        (tmp_path / name).mkdir()
+        for leaf, array in changed.items():
+            np.save(tmp_path / name / f"{leaf}.npy", array)
+        found.append(images(config(tmp_path / name)).train.read(np.arange(8)))
+    for leaf in found[0]:
+        np.testing.assert_array_equal(found[0][leaf], found[1][leaf])
+
+
 def test_a_batch_of_several_epochs() -> None:
     stream = Stream(
         3,

@@ -66,6 +66,20 @@ def test_a_draw_depends_on_key_and_position_of_its_row_alone() -> None:
     assert draw(jnp.asarray(LOGITS)[None], keys[:1], jnp.arange(1), Sampling(0.0)).tolist() == [1]
 
 
+def test_rows_draw_by_one_generator_whatever_is_the_usual_one() -> None:
+    """With `rbg` a text would depend on the rows beside it, and its keys have four numbers."""
+    usual = row_keys(3, range(2))
+    with jax.default_prng_impl("rbg"):
+        assert np.array_equal(row_keys(3, range(2)), usual)
+
+
+def test_logits_that_are_nan_give_no_id() -> None:
+    keys = jax.random.wrap_key_data(jnp.asarray(row_keys(0, range(2))))
+    logits = jnp.asarray([[1.0, jnp.nan, 0.0], [1.0, -jnp.inf, 0.0]])
+    for sampling in (Sampling(0.0), Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)):
+        assert (draw(logits, keys, jnp.arange(2), sampling) < 0).tolist() == [True, False]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

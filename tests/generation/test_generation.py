@@ -165,6 +165,20 @@ def test_the_model_says_how_long_a_text_may_be() -> None:
     assert (len(one.ids), one.ended, len(other.ids), other.ended) == (1, "positions", 3, "max_tokens")
 
 
+def test_ids_that_the_model_has_not_and_numbers_that_are_none() -> None:
+    """Both gave a text of zeros."""
+    model = gpt(config_of("llama"), max_length=64)
+    params = jax.device_put(oracle.drawn(model.shapes), NamedSharding(make_mesh(), P()))
+    for wrong in (48, -1):
+        with pytest.raises(UserError, match=f"^prompt 1: has the token id {wrong}, and the model's vocabulary has the"):
+            jaxdist.generate(model, params, [[47], [0, wrong, 1]])
+    broken = jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
+    with pytest.raises(
+        UserError, match=r"^prompts: the model gives NaN for the token after the first 2 of the text .* 1, 2;"
+    ):
+        jaxdist.generate(model, broken, [[1, 2]], max_tokens=3)
+
+
 def test_few_lengths_are_compiled() -> None:
     assert [bucket(length) for length in (1, 16, 17, 100)] == [16, 16, 32, 128]
     assert [bucket(length, 100) for length in (1, 65, 100)] == [16, 100, 100]

@@ -32,6 +32,7 @@ from jaxdist.precision.policy import Precision
 from jaxdist.specs import batch_spec
 from jaxdist.state import shardings_of
 from jaxdist.trainer.nonfinite import NonFinite, Spikes
+from jaxdist.trainer.recorder import updates_before
 from jaxdist.trainer.train import train
 
 # torch.amp.GradScaler(init_scale=65536, growth_factor=2, backoff_factor=0.5, growth_interval=3), as documented: an
@@ -86,9 +87,26 @@ def test_spikes_are_judged_by_the_median() -> None:
     spikes.check(16, 1.9)
     with pytest.raises(NonFinite, match="loss of step 17 is 2.1, 2.1 times the median of the last 16, more than"):
         spikes.check(17, 2.1)
+    signed = Spikes(2.0)  # one that may be negative has no scale
+    for step, loss in enumerate([0.0] * 20 + [-9.0] * 40 + [1.0, -8.0, 20.0]):
+        signed.check(step, loss)
     never = Spikes(0.0)
     for step in range(1, 30):
         never.check(step, 10.0**step)
+
+
+def test_skipped_steps_are_no_updates() -> None:
+    """Nor are those of replicas, which may skip others: the one with the fewest may have skipped none."""
+    assert [updates_before(*each) for each in ((1, 0, 0), (3, 1, 0), (3, 1, 1), (3, 2, 2))] == [0, 1, 2, 1]
+    assert updates_before(3, skipped=0, in_a_row=1) == 2
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, float("nan"), 1e39, "dyn", LossScale("fixd"), LossScale("fixed", 0.0)])
+def test_a_scale_of_a_policy_in_python_is_checked(scale: Any) -> None:
+    """A scale of 0 trained nothing, in silence."""
+    precision = Precision(jnp.float32, jnp.float16, jnp.float32, loss_scale=scale)
+    with pytest.raises(UserError, match=r"^precision\.loss_scale\.(init_scale|mode): .*; allowed: "):
+        make_train_step(lambda *_: (jnp.zeros(()), 1), optax.sgd(0.1), make_mesh(), precision=precision)
 
 
 LENGTH = 8

@@ -23,7 +23,7 @@ from jobs import Processes, free_port, torchrun
 import jaxdist
 from jaxdist.cli.work.checkpoint import average
 from jaxdist.data import own_batches
-from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded
+from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded, one_pass
 from jaxdist.errors import UserError
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
@@ -405,6 +405,15 @@ def poisoned(at: int) -> list[Any]:
     return data
 
 
+def test_a_skipped_step_is_evaluated(tmp_path: Path) -> None:
+    """Its parameters are those of the step before, and the last evaluation is not to be missed."""
+    given: dict[str, Any] = {"settings": {"train.on_nonfinite": "skip", "train.eval_every": 3}, "eval_data": batches(1)}
+    told: Metrics = []
+    done = fit(poisoned(5), tmp_path, callbacks=[lambda step, metrics: told.append((step, metrics))], **given)
+    assert not np.isfinite(done.metrics["loss"]) and np.isfinite(done.metrics["eval/loss"])
+    assert [step for step, metrics in told if "eval/loss" in metrics] == [3, 6]
+
+
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm, self.out = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
@@ -504,6 +513,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         [{"x": [1, 2]}],
         "data: batch 0: x.0 is a int; allowed: arrays of numbers, [rows, ...]; of a Hugging Face dataset by",
     ),
+    "one number": (
+        [{"x": np.ones(8), "t": jnp.float32(3)}],
+        "data: batch 0: t is one number; allowed: arrays of numbers",
+    ),
     "texts": ([{"x": np.array(["a"] * 8)}], "data: batch 0: x is an array of <U1; allowed: arrays of numbers, [rows"),
     "no arrays": ([{}], "data: batch 0 is a dict without arrays; give a tree of arrays [rows, ...]"),
     "large": ([np.full(8, 2**40)], "data: batch 0 holds integers that do not fit into int32; allowed: from"),
@@ -581,6 +594,29 @@ def test_states_of_data_are_json() -> None:
     assert found == state
     with pytest.raises(UserError, match="data: its state holds a set; allowed: numbers, texts, bytes, arrays"):
         _encoded({"a": {1}})
+    for array in (np.array(["a", None], object), np.ones(2, jnp.bfloat16)):
+        with pytest.raises(UserError, match=f"data: its state holds a ndarray of {array.dtype}; allowed: numbers, "):
+            _encoded([array])
+
+
+def test_numbers_of_files_with_the_other_byte_order() -> None:
+    made = own([{"x": np.arange(8, dtype=">f8"), "y": np.arange(8, dtype=">i4")}]).batch(0)
+    same(made, {"x": np.arange(8, dtype=np.float32), "y": np.arange(8, dtype=np.int32)})
+
+
+class Indexed:
+    """Batches computed from their number, which raise no IndexError."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Any:
+        assert number < 2
+        return batches(2)[number]
+
+
+def test_an_epoch_of_data_with_an_index_and_a_length() -> None:
+    assert len(list(one_pass(Indexed()))) == len(list(one_pass(batches(2)))) == len(list(one_pass(Indexed))) == 2
 
 
 def test_new_folders_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -771,6 +807,10 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "batch_size": ({"batch_size": 3}, "batch_size: is no keyword of fit; give data, which gives whole batches"),
     "an option": ({"microbatch": 3}, "microbatch: is no keyword of fit; did you mean microbatches=3?"),
     "a model": ({"loss": "gpt"}, "model: is 'gpt'; allowed: a ModelDef, what jaxdist.nnx_loss"),
+    "skips": (
+        {"max_skips": 3},
+        "max_skips: 3 has no effect: without a loss scale, and with train.on_nonfinite stop, no",
+    ),
     "eval_loss": ({"eval_loss": loss}, "eval_loss: needs eval_data"),
     "run_dir": ({"folder": ""}, "run_dir: is empty; give a folder"),
     "a file": ({"folder": __file__}, "run_dir: "),

@@ -57,7 +57,7 @@ def run_generate(arguments: Namespace) -> int:
         ends = Ends(eos_of(None, tokenizer), tuple(arguments.stop), tokenizer)
         prompts = [ids_of(text, tokenizer) for text in texts]
         generator, target = make_generator(config, arguments.mesh, sampling, cache=not arguments.no_cache)
-        generator.check([len(prompt) for prompt in prompts], arguments.max_tokens)
+        generator.check(prompts, arguments.max_tokens)
         try:
             generator.trace(target, arguments.max_tokens)
         except UserError as error:

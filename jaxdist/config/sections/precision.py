@@ -18,7 +18,7 @@ class LossScale:
         "dynamic: moves with overflows; fixed: stays; none: no scaling; null: by policy",
         choices=("none", "fixed", "dynamic"),
     )
-    init_scale: float = setting(65536.0, "scale of the first step, or of all (fixed)", above=0)
+    init_scale: float = setting(65536.0, "scale of the first step, or of all (fixed)", above=0, at_most=3e38)
     growth_factor: float = setting(2.0, "dynamic: multiplies the scale after growth_interval good steps", at_least=1)
     backoff_factor: float = setting(0.5, "dynamic: multiplies the scale after an overflow", above=0, at_most=1)
     growth_interval: int = setting(2000, "dynamic: good steps in a row before the scale grows", at_least=1)
