@@ -118,6 +118,7 @@ def test_other_data_and_all_of_it(made: Path, tmp_path: Path, say: Any) -> None:
     assert found[2]["metrics"]["eval/loss"] > found[0]["metrics"]["eval/loss"] + 0.05
 
 
+@pytest.mark.slow
 def test_other_data_are_held_out_of_themselves(tmp_path: Path, say: Any) -> None:
     """Not in the held-out file of the run. What is read is named."""
     for seed, name in enumerate("abc"):

@@ -101,7 +101,7 @@ def test_large_arrays_are_exact(name: str, n: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("name", others_slow(NAMES, *NAMES[::3], "native"))
+@pytest.mark.parametrize("name", others_slow(NAMES, NAMES[0], "native"))
 def test_an_extremum_keeps_nan(name: str, op: str) -> None:
     rows = np.array([[1, -1, np.nan, np.inf], [-np.nan, 2, -3, -np.inf], [0, -0.0, 5, 1], [7, -8, 9, np.nan]])
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -236,6 +236,7 @@ def test_a_head_that_is_trained_alone_leaves_the_teacher_as_it_is() -> None:
     assert len(jax.tree.leaves(joint.target.opt_state)) == len(jax.tree.leaves(own.opt_state))
 
 
+@pytest.mark.slow
 def test_explain_has_the_teacher(tmp_path: Path) -> None:
     """Its table is one of the parameters, with the reason for its layout; a report is drawn from the same."""
     small = ["model.layers=1", "model.width=16", "model.heads=2", "data.global_batch=4", "data.seq_len=16"]

@@ -64,7 +64,7 @@ def deep(key: jax.Array) -> tuple[list[Any], Any]:
     return parts, None
 
 
-@pytest.mark.parametrize("function", [drawn, unlike, same, pairs, numbers, deep])
+@pytest.mark.parametrize("function", [drawn, unlike, same, pairs, numbers, pytest.param(deep, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_it_gives_what_the_program_gives(function: Function, wrap: Any) -> None:
     def plain(key: jax.Array) -> Any:

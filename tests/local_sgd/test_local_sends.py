@@ -82,6 +82,7 @@ def test_only_outer_steps_send_between_replicas(case: Case, local: LocalConfig) 
     assert sent_by_outer(step, state, batch) == pytest.approx((sent + rest) / local.every, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_explain_says_how_often_something_is_sent() -> None:
     given = ["mesh={data: 4, fsdp: 1, tensor: 1}", "parallel.local.every=10"]
     said = explanation_text(explain(load_config("configs/quickstart.yaml", given, planned=True)))

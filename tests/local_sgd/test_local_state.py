@@ -174,6 +174,7 @@ def test_a_step_from_python_has_no_more_fragments_than_blocks() -> None:
         local_parts(case(2), LocalConfig(every=9, fragments=9), SGD, "fp32")
 
 
+@pytest.mark.slow
 def test_from_python_all_replicas_start_alike_and_train() -> None:
     model, mesh, local = gpt(model_config(case(2)), max_length=SEQ), make_mesh(data=2, fsdp=2), LocalConfig(every=2)
     state = init_local_state(model, SGD, mesh, local, strategy="zero2")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from levels import levels
 
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
@@ -19,7 +20,7 @@ def one_by_one(function: Any, key: jax.Array) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts), others
 
 
-@pytest.mark.parametrize("options", [{}, {"style": "llama"}, {"lora": True}], ids=str)
+@pytest.mark.parametrize("options", levels([{"lora": True}, {}, {"style": "llama"}], everyday=3), ids=str)
 def test_they_have_the_numbers_of_blocks_drawn_one_by_one(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """`activation` of `jaxdist.nn.mlp`, beside jax's own gradients, and the gradient of q, k and v together."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from levels import levels
 
 from jaxdist.mesh import make_mesh
 from jaxdist.nn.attention.layers import _split
@@ -134,8 +136,7 @@ def test_the_split_has_a_hessian() -> None:
     np.testing.assert_allclose(jax.hessian(loss)(qkv).reshape(6, 6), np.diag(6 * qkv.reshape(6)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("width", [4, 3])
+@pytest.mark.parametrize(("dtype", "width"), levels(itertools.product((jnp.float32, jnp.bfloat16), (4, 3)), everyday=3))
 def test_queries_keys_and_values_have_the_gradients_of_slices(dtype: Any, width: int) -> None:
     """The second one too."""
     qkv = jax.random.normal(jax.random.key(0), (2, 3, 2, 5, width), dtype)

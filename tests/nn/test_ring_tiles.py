@@ -1,5 +1,6 @@
 """The tiles of a ring by cuDNN. Its kernels do not run here: plain JAX computes what they are documented to compute."""
 
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from levels import levels
 
 from jaxdist.build import attention_of
 from jaxdist.config.load import load_config
@@ -139,7 +141,7 @@ def grads(kernel: str, starts: bool, window: int | None) -> Any:
     return jax.jit(run)(*given, random(*shapes[0], seed=50))
 
 
-@pytest.mark.parametrize(("starts", "window"), [(False, None), (True, None), (False, 7), (True, 7)])
+@pytest.mark.parametrize(("starts", "window"), levels(itertools.product((True, False), (7, None)), everyday=4))
 def test_a_ring_of_such_tiles_is_that_of_plain_tiles(starts: bool, window: int | None, emulated: None) -> None:
     got, want = grads("cudnn", starts, window), grads("xla", starts, window)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -158,7 +160,8 @@ def lowered(context: int, *, documents: bool = False, remat: str = "none", atten
 
 
 @pytest.mark.parametrize(
-    ("context", "documents", "remat", "again"), [(2, False, "none", 0), (4, True, "full", 1), (4, False, "dots", 0)]
+    ("context", "documents", "remat", "again"),
+    levels([(2, True, "full", 1), (4, False, "dots", 0), (4, True, "full", 1), (2, False, "none", 0)], everyday=4),
 )
 def test_a_step_calls_a_kernel_for_each_tile(context: int, documents: bool, remat: str, again: int) -> None:
     text = lowered(context, documents=documents, remat=remat)

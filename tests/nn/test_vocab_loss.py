@@ -13,6 +13,7 @@ import oracle
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
+from levels import others_slow
 
 from jaxdist import make_mesh, make_train_step
 from jaxdist.collectives import psum, to_varying
@@ -93,7 +94,7 @@ def test_no_gradient_is_scattered_on_gpus(chunk: int, monkeypatch: pytest.Monkey
     assert "dot_general" in text and "scatter" not in text
 
 
-@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("tensor", others_slow([1, 4], 4))
 def test_gpus_read_the_logits_once(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One reduction gives the largest and the sum. The results are those of two, of large logits and of -inf too."""
     rng = np.random.default_rng(5)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from child import QUICK, environment
+from levels import levels
 from matplotlib.image import imread
 from wandb_server import synced
 
@@ -127,7 +128,7 @@ def test_a_sink_is_told_whether_the_run_failed(error: type[BaseException] | None
     assert sink.told_failed is failed
 
 
-@pytest.mark.parametrize(("rate", "failed"), [(1e-3, False), (1e30, True)])
+@pytest.mark.parametrize(("rate", "failed"), levels([(1e30, True), (1e-3, False)], everyday=2))
 def test_a_run_tells_its_sinks_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, failed: bool
 ) -> None:

@@ -2,6 +2,7 @@
 layout."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ OF_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", OF_TENSORS)
+@pytest.mark.parametrize("name", others_slow(OF_TENSORS, "clip", "decay"))
 def test_per_block_is_the_optimizer_of_each_block_alone(name: str) -> None:
     shapes = {
         "embed": {"table": (8, 4)},
@@ -234,7 +235,7 @@ def test_per_block_is_the_optimizer_of_each_block_alone(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_TENSORS)
+@pytest.mark.parametrize("name", others_slow(OF_TENSORS, "clip", "decay"))
 def test_per_block_takes_the_same_step_in_every_layout(name: str) -> None:
     batch = {"inputs": np.arange(64).reshape(8, 8) % 32, "targets": np.arange(64).reshape(8, 8) % 7}
     batch |= {"weights": np.ones((8, 8), np.float32)}
@@ -349,8 +350,7 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("name", STRICT)
+@pytest.mark.parametrize(("name", "strategy"), levels(itertools.product(STRICT, ("zero3", "ddp")), everyday=3))
 def test_an_optimizer_that_takes_no_other_arguments(name: str, strategy: str) -> None:
     """It trains as with optax alone, on one device."""
     optimizer, given = STRICT[name], {"strategy": strategy, "min_shard_bytes": 0}

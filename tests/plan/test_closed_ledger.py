@@ -108,7 +108,7 @@ def config_of(case: str) -> Config:
     return tiny(*(each.strip() for each in parts.split("\n") if each.strip()))
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, *list(CASES)[:4]))
+@pytest.mark.parametrize("case", others_slow(CASES, *list(CASES)[:2]))
 def test_closed_bytes_are_traced_bytes(case: str) -> None:
     sent, traced = both(config_of(case), Known())
     assert not differing(sent, traced)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from levels import levels, others_slow
 
 from jaxdist.build import assemble, make_model, optimizer_of, step_options
 from jaxdist.config.load import load_config
@@ -157,7 +158,9 @@ def test_one_trace_tells_the_bytes_of_all_rows_and_blocks(case: str, monkeypatch
     assert again == found and {2, 4} <= {*numbers} | {*UNIT_ROWS}
 
 
-@pytest.mark.parametrize(("length", "rows"), [(1024, 1), (1024, 2), (1024, 16), (512, 3), (512, 5), (192, 9)])
+@pytest.mark.parametrize(
+    ("length", "rows"), levels([(1024, 1), (1024, 2), (1024, 16), (512, 3), (512, 5), (192, 9)], everyday=2)
+)
 def test_the_head_is_that_of_so_many_rows(length: int, rows: int) -> None:
     """With 1,024 positions its logits are cut into chunks from 2 rows on: the line through 2 and 4 rows would be wrong
     for one, and that of whole logits for 16. The size of a chunk depends on the rows."""
@@ -167,7 +170,7 @@ def test_the_head_is_that_of_so_many_rows(length: int, rows: int) -> None:
     assert of_line == pytest.approx(exact, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["vit_digits", "bert_stdlib"])
+@pytest.mark.parametrize("name", others_slow(["vit_digits", "bert_stdlib"], "vit_digits"))
 def test_models_without_logits_in_chunks(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [], planned=True)
     found, traced = memory_of(config, Known()), explain(config).memory
@@ -197,7 +200,7 @@ def test_parameters_are_cast_once_where_they_are_gathered_once() -> None:
     assert copies[0] == 0 < cast <= 2 * blocks * 8 and cast > 0.5 * 2 * blocks
 
 
-@pytest.mark.parametrize("vocab", [8 * 1009, 8 * 1013])
+@pytest.mark.parametrize("vocab", others_slow([8 * 1009, 8 * 1013], 8 * 1009))
 def test_rows_are_not_mistaken_for_a_vocabulary_that_the_primes_divide(vocab: int) -> None:
     """Once such a head was read as one of a few words."""
     peaks = {}

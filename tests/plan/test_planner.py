@@ -1,5 +1,6 @@
 """`jaxdist plan`: candidates, links, seconds, ties, reasons, and the files that it writes."""
 
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from levels import levels
 
 from jaxdist.cli.main import main
 from jaxdist.cli.plan import _whatever_the_mesh
@@ -125,8 +127,10 @@ def by_formula(layout: Layout, config: Config, cluster: PlanCluster, known: Know
     return Predicted(layout, config, spent, {PEAK: kept + 2.0 - memory.offload.optimizer}, 0.0)
 
 
-@pytest.mark.parametrize("offloading", [0.05, 0.5, 2.0])
-@pytest.mark.parametrize("limit", [9.0, 5.0, 3.9, 3.0, 2.4, 2.2, 1.2])
+@pytest.mark.parametrize(
+    ("limit", "offloading"),
+    levels(itertools.product((9.0, 5.0, 3.9, 3.0, 2.4, 2.2, 1.2), (0.05, 0.5, 2.0)), everyday=4),
+)
 def test_what_a_search_leaves_out_is_no_faster(
     limit: float, offloading: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +150,7 @@ def test_what_a_search_leaves_out_is_no_faster(
         assert (found.fitting[:1] or [None])[0] == (every.fitting[:1] or [None])[0]
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     config, alone = tiny(), search(tiny(), cluster(), KNOWN)
     monkeypatch.setattr(choose, "WORTH_A_PROCESS", 1)

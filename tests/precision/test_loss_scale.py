@@ -222,6 +222,7 @@ def test_after_too_many_skips_the_state_is_halted() -> None:
     assert all((a != b).any() for a, b in zip(one, other, strict=True) if a.size > 1)
 
 
+@pytest.mark.slow
 def test_the_scale_goes_on_shrinking_in_a_bare_loop() -> None:
     mesh, state, step = made("fp16")
     for i in range(20):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from child import environment
+from levels import levels
 
 from jaxdist.runtime import cpu_process
 
@@ -48,14 +49,17 @@ def prepared(simulated: int, *, in_job: bool, more: Mapping[str, str]) -> Any:
 
 @pytest.mark.parametrize(
     ("simulated", "in_job", "more", "kept"),
-    [
-        (1, False, {}, True),
-        (1, True, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, True),  # about something else
-        (2, False, {}, False),
-        (1, False, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}, False),
-        (1, True, {"MALLOC_MMAP_THRESHOLD_": "33554432"}, False),
-        (1, False, {"MALLOC_ARENA_MAX": "2"}, False),
-    ],
+    levels(
+        [
+            (1, False, {}, True),
+            (1, True, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, True),  # about something else
+            (2, False, {}, False),
+            (1, False, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}, False),
+            (1, True, {"MALLOC_MMAP_THRESHOLD_": "33554432"}, False),
+            (1, False, {"MALLOC_ARENA_MAX": "2"}, False),
+        ],
+        everyday=2,
+    ),
 )
 def test_freed_memory_stays(simulated: int, in_job: bool, more: dict[str, str], kept: bool) -> None:
     """Freed memory is reused without a page fault, where there is one device and the environment leaves it open."""

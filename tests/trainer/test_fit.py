@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jobs import Processes, free_port, torchrun
+from levels import levels
 
 import jaxdist
 from jaxdist.cli.work.checkpoint import average
@@ -342,7 +343,14 @@ def counted(params: Any, batch: Any, keys: Any, carried: Any) -> tuple[Any, ...]
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"strategy": "ddp", "grad_sync": jaxdist.GradSync(deterministic=True)}, {"freeze": ("out",), "offload": True}],
+    levels(
+        [
+            {},
+            {"strategy": "ddp", "grad_sync": jaxdist.GradSync(deterministic=True)},
+            {"freeze": ("out",), "offload": True},
+        ],
+        everyday=3,
+    ),
     ids=["zero3", "deterministic", "frozen, offloaded"],
 )
 def test_the_average_covers_a_model_state(given: dict[str, Any], tmp_path: Path) -> None:

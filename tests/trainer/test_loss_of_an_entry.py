@@ -11,6 +11,7 @@ import child
 import jax
 import numpy as np
 import pytest
+from levels import others_slow
 
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.load import load_config
@@ -73,7 +74,7 @@ def test_it_resumes_to_the_bit_and_is_evaluated_in_evaluation_mode(file: Path, t
     assert found["eval/accuracy"] == pytest.approx(float(metrics["accuracy"][0] / weight), rel=1e-6)
 
 
-@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("ema", others_slow([False, True], True))
 def test_a_run_starts_from_its_parameters_and_statistics(ema: bool, file: Path, tmp_path: Path) -> None:
     assert train(load_config(file, ["train.ema=0.5"]), tmp_path / "first") == 0
     keys = [f"init.from={tmp_path / 'first'}", f"init.ema={str(ema).lower()}"]

@@ -75,6 +75,7 @@ def test_two_faults_are_two_lines_and_the_second_is_seen_behind_the_first() -> N
     assert [each.cause for each in found] == ["batch statistics", "penalty in each call"]
 
 
+@pytest.mark.slow
 def test_a_weight_of_parameters_is_named_and_told(caplog: pytest.LogCaptureFixture) -> None:
     """No gradient flows through a weight. Where it depends on frozen parameters alone, none would."""
     loss_results._tell_constant.cache_clear()
