@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.checkpoint.checksums import TEMPORARY
+from jaxdist.checkpoint.checksums import RECORD, TEMPORARY
 from jaxdist.checkpoint.retention import PROBE
 from jaxdist.errors import UserError, first_of
+from jaxdist.files.launcher_notes import note_checkpoints
 from jaxdist.files.user_path import user_path
 from jaxdist.processes import done_by_first, from_all
 from jaxdist.state import TrainState
@@ -28,10 +29,12 @@ _SHOWN = 8  # ranks that a message names; of the others it says how many they ar
 
 
 def folder_of_user(given: str | Path) -> Path:
-    """The absolute path of a folder for checkpoints, with ~ expanded. Raises `UserError` where a file is there."""
+    """The absolute path of a folder for checkpoints, with ~ expanded, of which a launcher is told. Raises `UserError`
+    where a file is there."""
     folder = user_path(given, key="folder")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file where checkpoints belong; move it, or use another --run-dir")
+    note_checkpoints(os.environ, folder.absolute())
     return folder.absolute()
 
 
@@ -101,8 +104,9 @@ def _number(step: Any) -> int:
     return number
 
 
-def check_save(step: Any, meta: Any, latest: int | None) -> tuple[int, dict[str, Any]]:
-    """The number and the record of a checkpoint to save, as orbax takes them. Raises `UserError` for what it does not.
+def check_save(step: Any, meta: Any, loss: Any, latest: int | None) -> tuple[int, dict[str, Any], float | None]:
+    """The number, the record and the loss of a checkpoint to save, as orbax takes them. Raises `UserError` for what it
+    does not.
 
     latest: the newest step that is saved.
     """
@@ -114,7 +118,11 @@ def check_save(step: Any, meta: Any, latest: int | None) -> tuple[int, dict[str,
         )
     if not isinstance(meta, Mapping):
         raise UserError(f"meta: is a {type(meta).__name__}; allowed: a dict; give {{}} for an empty record")
-    return number, _as_json(meta, "meta")
+    if RECORD in meta:
+        raise UserError(f"meta: has the key {RECORD!r}, which is this package's own; give it another name")
+    if loss is not None and (isinstance(loss, str | bytes | bool) or not hasattr(loss, "__float__") or np.ndim(loss)):
+        raise UserError(f"loss: {loss!r:.60}; allowed: one number, such as float(loss); or None")
+    return number, _as_json(meta, "meta"), None if loss is None else float(loss)
 
 
 def _as_json(value: Any, where: str) -> Any:

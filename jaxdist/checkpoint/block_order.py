@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.checkpoint.background import own_copy
+from jaxdist.checkpoint.checksums import MODEL_ORDER, RECORD
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, has_host_memory
 from jaxdist.parallel.pipeline.stages import order_of_blocks, rows_of_blocks, take_rows
@@ -23,26 +24,26 @@ _OTHER_LAYERS = "model.layers: {}, but the checkpoint holds {} blocks; set it ba
 
 def settings_of_run(meta: dict[str, Any]) -> dict[str, Any]:
     """The record of a checkpoint that `scripts/train.py` saved; {} of another one. `fit` writes no model there, and a
-    loop of the user's own what it likes."""
-    return meta if {"model", "data", "train", "optimizer"} <= meta.keys() else {}
+    loop of the user's own what it likes, under the same names too."""
+    sections = [meta.get(name) for name in ("model", "data", "train", "optimizer")]
+    sections += [meta[name] for name in ("precision", "parallel", "mesh", "config") if name in meta]
+    return meta if all(isinstance(each, dict) for each in sections) else {}
 
 
 def saved_order(meta: dict[str, Any]) -> np.ndarray | None:
     """The block that each row of a checkpoint holds; None for the model's order. Only older versions saved another one.
 
-    meta: the record saved with the checkpoint.
+    meta: the record saved with the checkpoint, with that of this package.
     """
+    own = meta.get(RECORD)
+    if isinstance(own, dict) and own.get("blocks") == MODEL_ORDER:
+        return None
     parallel = settings_of_run(meta).get("parallel") or {}
     chunks, blocks = parallel.get("chunks", 1), parallel.get("stages", [])
     if chunks == 1 and not blocks:
         return None
     stages = len(blocks) // chunks if blocks else meta["mesh"]["pipe"]
     return order_of_blocks(meta["model"]["layers"], stages=stages, chunks=chunks, blocks=blocks)
-
-
-def without_order(meta: dict[str, Any]) -> dict[str, Any]:
-    """The record of a checkpoint without the keys that `saved_order` reads: its blocks are now in the model's order."""
-    return {key: value for key, value in meta.items() if key not in ("parallel", "mesh")}
 
 
 def between(saved: np.ndarray | None, wanted: np.ndarray | None) -> np.ndarray | None:

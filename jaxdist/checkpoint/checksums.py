@@ -27,6 +27,7 @@ from jaxdist.files.regular import identity_of, open_regular, read_regular
 
 CHECKSUMS = "checksums.json"
 RECORD = "jaxdist"  # key of the `meta` item under which this package keeps its own
+MODEL_ORDER = "in the model's order"  # what it says of stacked blocks; older versions saved another order, and say none
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders that are not complete
 CHECKPOINT_FORMAT = 1  # of what is written; docs/checkpoints.md describes each
 _PIECE = 1 << 20  # bytes that are read and hashed at a time
@@ -102,6 +103,17 @@ def seal(folder: Path, step: int) -> None:
         file.write(_text(step, listed))
         file.flush()
         os.fsync(file.fileno())
+
+
+def recorded(meta: dict[str, Any], loss: float | None) -> dict[str, Any]:
+    """What a step's `meta` holds: the user's record, and that of this package beside it."""
+    own: dict[str, Any] = {"checksums": CHECKPOINT_FORMAT, "blocks": MODEL_ORDER}
+    return meta | {RECORD: own | ({} if loss is None else {"loss": loss})}
+
+
+def own_meta(found: dict[str, Any]) -> dict[str, Any]:
+    """The user's record in a step's `meta`."""
+    return {key: value for key, value in found.items() if key != RECORD}
 
 
 def record_of(folder: Path) -> dict[str, Any] | None:

@@ -26,15 +26,7 @@ from jaxdist.checkpoint.arguments import check_save, check_shared, folder_of_ste
 from jaxdist.checkpoint.background import own_copy, writers_step_back
 from jaxdist.checkpoint.barrier import Entered, SaveBarrier, not_watched, share_failures
 from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
-from jaxdist.checkpoint.checksums import (
-    CHECKPOINT_FORMAT,
-    RECORD,
-    Integrity,
-    Landed,
-    SealedFolder,
-    check_files,
-    loss_of,
-)
+from jaxdist.checkpoint.checksums import Integrity, Landed, SealedFolder, check_files, loss_of, own_meta, recorded
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, tell_in_one_line, why
 from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
 from jaxdist.errors import UserError
@@ -210,7 +202,7 @@ class Checkpoints:
         if not self._is_finite((whole_state(state, "state").params, state.opt_state)):
             raise FloatingPointError(f"the state after step {step} is not finite, though loss and gradients were")
         self.wait()
-        step, meta = check_save(step, meta, self.latest())
+        step, meta, loss = check_save(step, meta, loss, self.latest())
         self._saves.begin()
         self._saves.enter("making its folder")
         if self.failed is not None:
@@ -221,8 +213,7 @@ class Checkpoints:
             self._fail(step, problem)
         self._shared = self._shared or check_shared(self._folder)
         state = own_copy(state) if self._order is None else in_model_order(state, self._order)
-        record = {"checksums": CHECKPOINT_FORMAT} | ({} if loss is None else {"loss": loss})
-        items = {"state": ocp.args.PyTreeSave(_lasting(state)), "meta": ocp.args.JsonSave(meta | {RECORD: record})}
+        items = {"state": ocp.args.PyTreeSave(_lasting(state)), "meta": ocp.args.JsonSave(recorded(meta, loss))}
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.PyTreeSave(state.residual)
         self._retention.losses[step], self._began = math.nan if loss is None else loss, time.monotonic()
@@ -248,10 +239,14 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The record saved with a step."""
+        return own_meta(self._meta(step))
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        """`meta`, with what this package has written beside it."""
         self.wait() if step == self.under_way else folder_of_step(self._folder, step)
         with reading(f"checkpoint of step {step}"):
-            found = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        return {key: value for key, value in found.items() if key != RECORD}
+            found = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        return dict(found["meta"])
 
     def restore(self, step: int, target: TrainState) -> TrainState:
         """The state of a step in the layout of `target` (ShapeDtypeStructs with shardings).
@@ -261,7 +256,7 @@ class Checkpoints:
         """
         whole_state(target, "target")
         self._verify(step)
-        saved = saved_order(self.meta(step))
+        saved = saved_order(self._meta(step))
         rows = between(saved, self._order)
         if rows is None:
             return self._in_saved_order(step, target)

@@ -51,11 +51,11 @@ def function_of(algorithm: str, operation: str) -> Callable[..., jax.Array]:
 
 def cost(operation: str, nbytes: int, *sizes: int, algorithm: str = "ring", itemsize: int = 4) -> Cost:
     """What one call costs on `sizes` devices (n; or outer, inner), for an input of nbytes on each device."""
-    if nbytes < 0 or min(sizes, default=0) < 1:
+    if not all(hasattr(each, "__index__") for each in (nbytes, *sizes)) or nbytes < 0 or min(sizes, default=0) < 1:
         raise UserError(f"cost: {nbytes} bytes on {sizes} devices; allowed: bytes >= 0, each number of devices >= 1")
     function_of(algorithm, operation)
     found, group = get_algorithm(algorithm).cost, Group.of(*sizes)
-    return NOTHING if group.n == 1 else found(operation, nbytes // itemsize, group).scaled(itemsize)
+    return NOTHING if group.n == 1 else found(operation, -(-nbytes // itemsize), group).scaled(itemsize)
 
 
 def _check_op(x: PyTree, op: str, wire_dtype: str | None = None) -> None:

@@ -56,7 +56,13 @@ def divergence(
         return _of_top(student, lse, teacher, temperature, axis)
     scaled = teacher / temperature
     log_p = scaled - vocab_logsumexp(scaled, axis=axis)[..., None]
-    return _reduced(psum, (jnp.exp(log_p) * (log_p - (student - lse[..., None]))).sum(axis=-1), axis)
+    return _reduced(psum, _weighted(log_p, student - lse[..., None]).sum(axis=-1), axis)
+
+
+def _weighted(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """p (log p - log q), elementwise; 0 where p is, as of a teacher's logit of -inf."""
+    p = jnp.exp(log_p)
+    return jnp.where(p > 0, p * (jnp.where(p > 0, log_p, 0) - log_q), 0)
 
 
 def _of_top(
@@ -70,13 +76,12 @@ def _of_top(
     listed = _reduced(psum, jnp.where(here, found, jnp.zeros((), found.dtype)), axis)
     values, total = (each.astype(student_BSV.dtype) for each in (teacher.values, teacher.logsumexp))
     log_p = values / temperature - total[..., None]
-    p = jnp.exp(log_p)
-    known = (p * (log_p - (listed - lse_BS[..., None]))).sum(axis=-1)
+    known = _weighted(log_p, listed - lse_BS[..., None]).sum(axis=-1)
     if teacher.ids.shape[-1] == local_vocab * parts:
         return known
     # The student's rest is summed, not taken as 1 - sum(q), of which rounding would leave nothing where it is small.
     unlisted = _without(student_BSV, jnp.where(here, local, local_vocab))
-    rest = jnp.maximum(1 - p.sum(axis=-1), 0)
+    rest = jnp.maximum(1 - jnp.exp(log_p).sum(axis=-1), 0)
     log_rest = jnp.log(jnp.where(rest > 0, rest, 1))
     return known + rest * (log_rest - (vocab_logsumexp(unlisted, axis=axis) - lse_BS))
 
@@ -108,7 +113,7 @@ def distill_loss(
     - targets: [...] ids; a negative one counts nothing in the cross-entropy.
     - temperature: T, by which logits of both are divided in the divergence.
 
-    Raises `UserError` for vocabularies of two sizes. See docs/distillation.md.
+    Raises `UserError` for vocabularies of two sizes, and numbers out of range. See docs/distillation.md.
 
     >>> student, teacher = jnp.zeros((1, 4)), jnp.log(jnp.array([[0.7, 0.1, 0.1, 0.1]]))
     >>> loss = jaxdist.distill_loss(student, teacher, jnp.array([0]), temperature=1.0, mixing=1.0)
@@ -117,6 +122,12 @@ def distill_loss(
     """
     if not isinstance(teacher_logits, TopLogits):
         check_vocabularies(student_logits.shape[-1], teacher_logits.shape[-1], key="distill_loss")
+    for name, value, allowed in (
+        ("temperature", temperature, "a number > 0" if not temperature > 0 else ""),
+        ("mixing", mixing, "a number from 0 to 1" if not 0 <= mixing <= 1 else ""),
+    ):
+        if allowed:
+            raise UserError(f"{name}: {value}; allowed: {allowed}")
     wide = student_logits.astype(accumulation_dtype(student_logits.dtype))
     chosen = jnp.take_along_axis(wide, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     hard = jnp.where(targets < 0, 0, vocab_logsumexp(wide, axis=None) - chosen)

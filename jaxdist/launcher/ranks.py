@@ -13,12 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from jaxdist.files.launcher_notes import STOP_NOTE
 from jaxdist.launcher.options import Plan
 from jaxdist.launcher.orphans import adopt_orphans, children, end_orphans, reap_orphans
 from jaxdist.runtime.exit_status import STOPPED, WRONG
 from jaxdist.runtime.output import LastingFile
 from jaxdist.runtime.rank_names import name_ranks
-from jaxdist.runtime.run_folder import STOP_NOTE, open_log
+from jaxdist.runtime.run_folder import open_log
 
 POLL_S = 0.02
 SHOWN_LINE = 1 << 16  # bytes; a longer line is shown in parts

@@ -16,6 +16,8 @@ from typing import Any
 
 from jaxdist.config.resolve import only_cpus
 from jaxdist.errors import first_of, reports_mistakes
+from jaxdist.files.launcher_notes import ATTEMPT, RUN_DIR, STOP_NOTE
+from jaxdist.launcher.headway import Headway
 from jaxdist.launcher.hosts import FirstHost, OtherHost
 from jaxdist.launcher.note_signals import noted_signals
 from jaxdist.launcher.options import Plan, make_plan
@@ -27,7 +29,7 @@ from jaxdist.runtime.network.addresses import free_port, split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
 from jaxdist.runtime.output import lasting_output
 from jaxdist.runtime.rank_names import name_ranks
-from jaxdist.runtime.run_folder import ATTEMPT, RUN_DIR, STOP_NOTE, latest_step, make_log_folder, open_log, safe_name
+from jaxdist.runtime.run_folder import make_log_folder, open_log, safe_name
 
 MAX_BACKOFF_S = 60.0
 # Variables that an outer launcher may have left in the environment. They would win over those that are set here.
@@ -84,7 +86,7 @@ class Supervisor:
         name = "launch.log" if plan.nnodes == 1 else f"launch{plan.node_rank}.log"
         self.log = open_log(plan.log_dir / name, plan.log_option)
         self.procs, self.attempt = plan.procs, 0
-        self.best, self.fruitless = latest_step(plan.run_dir), 0  # the newest step, and restarts since without a newer
+        self.headway, self.fruitless = Headway(plan.run_dir), 0  # and restarts since without a newer checkpoint
         self.began_there = False  # whether the run directory was there when the attempt began
         self.shrunk = False  # whether the job has fewer processes than it was started with
         self.peers: FirstHost | OtherHost | None = None
@@ -128,6 +130,7 @@ class Supervisor:
         finally:
             attempt.close()
             note.unlink(missing_ok=True)
+            self.headway.read(note)
 
     def describe(self, outcome: Outcome) -> str:
         """A line about how the ranks ended."""
@@ -162,15 +165,14 @@ class Supervisor:
         if cause == WRONG and not self.shrunk:
             self.say(f"{self.describe(outcome)}; not started again: it would fail again")
             return WRONG
-        newest = latest_step(self.plan.run_dir)
-        if newest > self.best:
-            self.best, self.fruitless = newest, 0
+        if self.headway.gained():
+            self.fruitless = 0
         if cause == WRONG or self.fruitless >= self.plan.max_restarts:
             return self.shrink(outcome, cause)
         self.fruitless += 1
         self.say(
             f"{self.describe(outcome)}; restart {self.fruitless} of {self.plan.max_restarts} without a newer"
-            f" checkpoint than {f'none in {self.plan.run_dir}' if self.best < 0 else f'step {self.best}'}"
+            f" checkpoint than {f'step {step}' if (step := self.headway.step) >= 0 else f'none in {self.plan.run_dir}'}"
         )
         return None
 
@@ -184,8 +186,8 @@ class Supervisor:
             self.say(self.describe(outcome))
             return STOPPED if cause == STOPPED or cause < 0 else WRONG if cause == WRONG else FAILED
         why = f"given up after {self.fruitless} restarts without a newer checkpoint"
-        if self.best < 0:
-            why += f" in {self.plan.run_dir}; a loop of your own gives its folder as {RUN_DIR}"
+        if self.headway.step < 0:
+            why += f" in {self.plan.run_dir}; a loop without jaxdist.Checkpoints gives its folder as {RUN_DIR}"
         self.say(f"{self.describe(outcome)}; {why}")
         return WRONG if cause == WRONG else FAILED
 
@@ -212,11 +214,8 @@ class Supervisor:
                 self.say(f"error: {error}")
                 return STOPPED
             if place is not None and (self.attempt > 1 or place.nodes > 1):
-                step = max(0, latest_step(self.plan.run_dir))
-                self.say(
-                    f"attempt {self.attempt}, from step {step}: {place.world} processes on {place.nodes} of"
-                    f" {self.plan.nnodes} hosts"
-                )
+                step, where = max(0, self.headway.step), f"on {place.nodes} of {self.plan.nnodes} hosts"
+                self.say(f"attempt {self.attempt}, from step {step}: {place.world} processes {where}")
             if place is None or self.signals:
                 self.say("stopped before the start; the same command goes on")
                 return STOPPED
@@ -228,6 +227,7 @@ class Supervisor:
     def settle(self, own: Outcome) -> int | None:
         """The exit status after an attempt, or None to start again: host 0 decides for all."""
         if isinstance(self.peers, OtherHost):
+            self.headway.gained()
             decided, status = self.peers.settle(own, self.signals)
             if not decided:
                 self.say("no connection to host 0" + ("" if self.signals else "; waiting for it"))

@@ -11,9 +11,17 @@ import numpy as np
 from jax import lax
 
 from jaxdist.collectives import rank
+from jaxdist.errors import UserError
 from jaxdist.nn.context.dropout_masks import by_head, drop
 from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.sequence_parallel import own_positions
+
+
+def check_rate(rate: float) -> float:
+    """The rate of dropout. Raises `UserError` for what is none."""
+    if not 0 <= rate < 1:
+        raise UserError(f"dropout: {rate}; allowed: a number >= 0 and < 1, the share that is dropped")
+    return rate
 
 
 def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence: bool = False) -> jax.Array:
@@ -22,7 +30,7 @@ def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence
     With `context`, x is this device's positions, and with sequence, its part of these: [B, S / context / tensor, ...].
     The mask is the same as for the whole sequence.
     """
-    if not rate:
+    if not check_rate(rate):
         return x
     parts = context_size() * (lax.axis_size("tensor") if sequence else 1)
     shape = x.shape[1:] if parts == 1 else (x.shape[1] * parts, *x.shape[2:])

@@ -71,7 +71,8 @@ class PositionEmbed(nnx.Module):
         self.sequence = sequence
 
     def __call__(self, length: int, positions_BS: jax.Array | None = None) -> jax.Array:
-        """The vectors of positions 0 to length - 1, [S, D], or of these, [B, S, D]: with `context` this device's.
+        """The vectors of positions 0 to length - 1, [S, D], or of these, [B, S, D]: with `context` this device's. Of
+        these, one outside the table gets nan.
 
         length, positions_BS: of the whole sequence.
         """
@@ -84,7 +85,8 @@ class PositionEmbed(nnx.Module):
         if positions_BS is None:
             rows, dim = own_context(rows[:length], dim=0), 0
         else:
-            rows, dim = rows[own_context(positions_BS, dim=1)], 1
+            own = own_context(positions_BS, dim=1)
+            rows, dim = rows.at[own].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False), 1
         return own_positions(rows.astype(accumulation_dtype(rows.dtype)), dim=dim) if self.sequence else rows
 
 

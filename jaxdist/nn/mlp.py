@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import to_varying, varying_axes
+from jaxdist.errors import UserError
 from jaxdist.mesh import traced_for_gpus
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.precision.policy import accumulation_dtype
@@ -123,6 +124,8 @@ class MLP(nnx.Module):
         out_scale: float,
         **matmul: Unpack[MatmulOptions],
     ) -> None:
+        if kind not in NONLINEARITIES:
+            raise UserError(f"kind: {kind!r} is no feed-forward layer; allowed: {', '.join(NONLINEARITIES)}")
         gated = kind == "swiglu"
         features = (2, hidden) if gated else (hidden,)
         parts = (("gate", 1), ("up", 1)) if gated else ()

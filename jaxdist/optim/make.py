@@ -14,13 +14,13 @@ from jaxdist.errors import UserError
 from jaxdist.optim.muon import muon
 from jaxdist.optim.norms import clip_by_ordered_norm
 from jaxdist.optim.per_block import adafactor
-from jaxdist.specs import PyTree
+from jaxdist.specs import STACKED, PyTree, is_model
 
 if TYPE_CHECKING:
     from jaxdist.config.sections.optimizer import OptimizerConfig
 
 _HERE = "jaxdist.optim.make"  # where a registry would be: these entries are no files
-NOT_DECAYED = ("bias", "scale")  # vectors, even if stacked blocks give them a second dim
+NOT_DECAYED = ("bias", "scale")  # also those of experts and heads, which have several dims
 
 
 def learning_rate(config: "OptimizerConfig", steps: int) -> optax.Schedule:
@@ -57,10 +57,13 @@ def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:
 
 
 def decay_mask(params: PyTree) -> PyTree:
-    """The mask of weight decay: true for matrices and tables, false for biases and the scales of norms."""
+    """The mask of weight decay: true for matrices and tables, false for vectors, also those of stacked blocks."""
+    stacked = is_model(params)
 
     def decays(path: tuple[Any, ...], leaf: Any) -> bool:
-        return (not path or getattr(path[-1], "key", None) not in NOT_DECAYED) and leaf.ndim >= 2
+        names = [getattr(key, "key", None) for key in path]
+        dims = leaf.ndim - (stacked and names[0] == STACKED)
+        return (not path or names[-1] not in NOT_DECAYED) and dims >= 2
 
     return jax.tree_util.tree_map_with_path(decays, params)
 
@@ -72,7 +75,9 @@ def _core(config: "OptimizerConfig", rate: optax.Schedule, mask: Any = decay_mas
         "lion": lambda: optax.lion(rate, config.b1, config.b2, **decay),
         "sgd": lambda: optax.chain(optax.add_decayed_weights(**decay), optax.sgd(rate, config.momentum or None)),
         "adafactor": lambda: adafactor(rate, **decay),
-        "muon": lambda: muon(rate, beta=config.momentum, adam_b1=config.b1, adam_b2=config.b2, **decay),
+        "muon": lambda: muon(
+            rate, beta=config.momentum, adam_b1=config.b1, adam_b2=config.b2, adam_eps=config.eps, **decay
+        ),
     }
     if "." in config.name:
         return registry.make(

@@ -134,7 +134,14 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
 
 
 def muon(
-    rate: optax.Schedule, *, beta: float, adam_b1: float, adam_b2: float, weight_decay: float, mask: Any
+    rate: optax.Schedule,
+    *,
+    beta: float,
+    adam_b1: float,
+    adam_b2: float,
+    adam_eps: float,
+    weight_decay: float,
+    mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.contrib.muon` (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) with this `scale_by_muon`.
 
@@ -154,7 +161,7 @@ def muon(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(rate),
     )
-    others = optax.adamw(rate, adam_b1, adam_b2, weight_decay=weight_decay, mask=mask, nesterov=True)
+    others = optax.adamw(rate, adam_b1, adam_b2, adam_eps, weight_decay=weight_decay, mask=mask, nesterov=True)
     return optax.partition({"muon": kernels, "adam": others}, labels)
 
 

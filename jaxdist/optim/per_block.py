@@ -6,10 +6,14 @@ would move as far as the others.
 """
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdist.specs import STACKED, PyTree, is_model
 
@@ -20,7 +24,7 @@ FACTORED = 128  # the smallest dim of a matrix that Adafactor factors (optax's d
 class PerBlock(NamedTuple):
     """The state of a `per_block` optimizer.
 
-    blocks: the optimizer's state for one block, all but its counts with a leading dim of blocks.
+    blocks: the optimizer's state for one block, all that depends on the block with a leading dim of blocks.
     others: its state for embedding and head.
     """
 
@@ -50,6 +54,22 @@ def _as_matrices(blocks: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(one, blocks)
 
 
+def _own_leaves(update: Callable[..., Any], block: PyTree, state: PyTree) -> list[bool]:
+    """For each leaf of the state of a block whether it depends on the block: arrays do, and numbers that an update
+    computes from gradients, parameters, or such leaves; a count or a rate does not."""
+    leaves, size = jax.tree.leaves(state), len(jax.tree.leaves(block))
+    own = [bool(leaf.ndim) for leaf in leaves]
+    if all(each or jnp.issubdtype(leaf.dtype, jnp.integer) for each, leaf in zip(own, leaves, strict=True)):
+        return own
+    traced = jax.make_jaxpr(lambda *given: jax.tree.leaves(update(*given)[1]))(block, state, block)
+    found: list[bool] = []
+    while own != found:
+        found, read = own, [True] * size + own + [True] * size
+        reads = [dce_jaxpr(traced.jaxpr, [i == j for j in range(len(own))])[1] for i in range(len(own))]
+        own = [each or any(map(operator.and_, read, used)) for each, used in zip(own, reads, strict=True)]
+    return own
+
+
 def per_block(optimizer: optax.GradientTransformation, *, matrices: bool = False) -> optax.GradientTransformation:
     """The optimizer, as if every block of a `ModelDef`'s parameters were a tree of its own. Other trees are one.
 
@@ -76,11 +96,11 @@ def per_block(optimizer: optax.GradientTransformation, *, matrices: bool = False
         return optimizer.init(shaped(block))
 
     def axes_of(blocks: PyTree) -> PyTree:
-        """The stacked dim of each leaf of the state: 0, but None for counts, of which all blocks have one."""
-        of_one = jax.eval_shape(
-            init_block, jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), blocks)
-        )
-        return jax.tree.map(lambda leaf: 0 if leaf.ndim else None, of_one)
+        """The stacked dim of each leaf of the state: 0, but None for what does not depend on the block, as counts."""
+        one = jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), blocks)
+        state = jax.eval_shape(init_block, one)
+        own = _own_leaves(update_block, one, state)
+        return jax.tree.unflatten(jax.tree.structure(state), [0 if each else None for each in own])
 
     def init(params: PyTree) -> Any:
         if (cut := parts(params)) is None:

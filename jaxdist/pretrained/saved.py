@@ -46,9 +46,6 @@ class Saved(Pretrained):
             (self._stored,) = open_steps(where)
             run = where
         meta = settings_of_run(self._stored.meta)
-        for section in ("model", "data", "train", "optimizer", "config"):
-            if not isinstance(meta.get(section, {}), dict):
-                raise UserError(f"{key}: the record of step {self._stored.step} of {run} has no section {section}")
         self.described = f"{'the average of ' * ema}step {self._stored.step} of {run}"
         self._averaged = self._stored.averages() if ema else {}
         if ema and not self._averaged:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from jaxdist.errors import UserError
+from jaxdist.files.launcher_notes import ATTEMPT
 from jaxdist.files.regular import identity_of, open_regular, remove_empty, replace_file
 from jaxdist.runtime.network.addresses import host_name
-from jaxdist.runtime.run_folder import ATTEMPT
 
 LOCK = "run.lock"
 OWNER_LEAVES_S = 2.0  # until a process that was killed must have left

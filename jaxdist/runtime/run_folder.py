@@ -1,21 +1,16 @@
 """The folders of a run and of its logs, by names that cannot lead out of them. Imported before JAX is."""
 
-import contextlib
 import itertools
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from jaxdist.errors import UserError
+from jaxdist.files.launcher_notes import RUN_DIR
 from jaxdist.files.regular import open_to_append
 from jaxdist.files.user_path import user_path
 
-RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds its checkpoints
-ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
-STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
 ELASTIC_LOG = "elastic.jsonl"  # in the folder of an elastic run
 NAME_LENGTH = 64
 # The folders of a run directory that a run writes into. W&B makes links in its own.
@@ -84,15 +79,6 @@ def refuse_strangers(folder: Path) -> None:
                 )
 
 
-def latest_step(run: Path) -> int:
-    """The step of the newest finished checkpoint of a run, or of a folder of `Checkpoints`; -1 where there is none."""
-    names = []
-    for folder in (run, run / "checkpoints"):
-        with contextlib.suppress(OSError):
-            names += [entry.name for entry in folder.iterdir()]
-    return max((int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)), default=-1)
-
-
 def make_log_folder(folder: Path, option: str) -> None:
     """Make the folder of the logs. Raises `UserError` if that is not possible, or if the folder is a link, which could
     lead anywhere."""
@@ -114,15 +100,3 @@ def open_log(path: Path, option: str) -> int:
         return open_to_append(path)
     except OSError as error:
         raise UserError(f"{option}: {str(path)!r} cannot be written: {error.strerror}; give another folder") from error
-
-
-def leave_stop_note(environ: Mapping[str, str]) -> None:
-    """Tell the launcher, where there is one, that this process ends because the run was asked to stop. Status 75 alone
-    does not say so: a run that has lost a process has it, too, and the launcher starts that again."""
-    path = environ.get(STOP_NOTE)
-    if not path:
-        return
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
-    except OSError as error:
-        print(f"warning: {path!r}: {error.strerror}; the launcher may start this run again", file=sys.stderr)

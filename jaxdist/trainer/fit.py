@@ -26,6 +26,7 @@ from jaxdist.config.wrong_calls import own_names
 from jaxdist.data import Source
 from jaxdist.data.own_batches import OwnBatches, Placing
 from jaxdist.errors import UserError, nearest
+from jaxdist.files.launcher_notes import leave_stop_note
 from jaxdist.init import ParameterSource, Rules, init_state, state_target
 from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
@@ -41,7 +42,6 @@ from jaxdist.parallel.schedule import UserLoss
 from jaxdist.processes import anywhere, done_by_first
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.exit_status import DONE, STOPPED
-from jaxdist.runtime.run_folder import leave_stop_note
 from jaxdist.runtime.start import fail_alone
 from jaxdist.runtime.watch.replica_check import ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal

@@ -2,7 +2,8 @@
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from jaxdist.checkpoint.block_order import (
     in_order_of,
     stacked_dims,
 )
+from jaxdist.checkpoint.checksums import CHECKPOINT_FORMAT, RECORD
+from jaxdist.checkpoint.huggingface.convert import export
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.cli.work.checkpoint import average
 from jaxdist.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig
@@ -52,6 +55,15 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "uneven chunks": ({"pipe": 2}, {"schedule": "interleaved", "chunks": 2, "stages": (1, 2, 1, 1)}),
     "zero3": ({"fsdp": 8}, {"strategy": "zero3"}),
 }
+
+
+@contextmanager
+def as_older(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A context in which checkpoints do not say in which order their blocks are."""
+    with monkeypatch.context() as patch:
+        own = {RECORD: {"checksums": CHECKPOINT_FORMAT}}
+        patch.setattr("jaxdist.checkpoint.manager.recorded", lambda meta, loss: meta | own)
+        yield
 
 
 def parts_of(layout: str, optimizer: str = "adamw", layers: int = LAYERS) -> Parts:
@@ -127,7 +139,7 @@ OLDER = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("older", "into"), levels(OLDER, everyday=9))
-def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) -> None:
+def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These hold blocks as they lay, and say how."""
     (sizes, parallel), state = LAYOUTS[older], numbers("adamw")
     parts, now = parts_of(older), parts_of(into)
@@ -139,7 +151,7 @@ def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) ->
         "train": {},
         "optimizer": {},
     }
-    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+    with as_older(monkeypatch), Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(state, parts), meta)
     with Checkpoints(tmp_path / "checkpoints", keep=1, order=now.order) as checkpoints:
         assert_same(checkpoints.restore(3, now.target), laid_out(state, now))
@@ -150,11 +162,36 @@ def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path) ->
     average(tmp_path, tmp_path / "mean", last=1)
     with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1, order=now.order) as checkpoints:
         assert_same(checkpoints.restore(3, now.target), laid_out(state, now))
-        assert checkpoints.meta(3) == {key: meta[key] for key in ("model", "data", "train", "optimizer")}
+        assert checkpoints.meta(3).keys() == meta.keys()
+
+
+OWN = {"model": {"layers": LAYERS, "depth": 2}, "data": {"a": 1}, "train": {"b": 1}, "optimizer": {"c": 1}}
+OWN_RECORDS: dict[str, dict[str, Any]] = {
+    "settings of a pipeline": {"parallel": {"chunks": 2, "stages": []}, "mesh": {"pipe": 2}},
+    "a text": {"parallel": "ddp", "precision": "bf16"},
+    "a number": {"parallel": {"stages": 2}},
+    "no mesh": {"parallel": {"chunks": 4}},
+}
+
+
+@pytest.mark.parametrize("name", OWN_RECORDS)
+def test_the_record_of_a_loop_of_ones_own_moves_no_blocks(name: str, tmp_path: Path) -> None:
+    """Whatever it says under the names of a configuration, and it stays as it is."""
+    parts, state, meta = parts_of("one stage"), numbers("adamw"), OWN | OWN_RECORDS[name]
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(3, laid_out(state, parts), meta)
+        assert_same(checkpoints.restore(3, parts.target), laid_out(state, parts))
+    (stored,) = open_steps(tmp_path)
+    assert np.array_equal(stored.param("blocks.mlp.up.kernel"), state.params["blocks"]["mlp"]["up"]["kernel"])
+    average(tmp_path, tmp_path / "mean", last=1)
+    with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1) as checkpoints:
+        assert checkpoints.meta(3) == meta
+    with pytest.raises(UserError, match="has a model with the key 'depth', which is not known here|does not say which"):
+        export(stored, tmp_path / "out")
 
 
 @pytest.mark.slow
-def test_another_number_of_blocks_is_refused(tmp_path: Path) -> None:
+def test_another_number_of_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of("uneven")
     with Checkpoints(tmp_path / "new", keep=1, order=parts.order) as checkpoints:
         checkpoints.save(3, laid_out(numbers("adamw"), parts), {})
@@ -171,7 +208,7 @@ def test_another_number_of_blocks_is_refused(tmp_path: Path) -> None:
         "train": {},
         "optimizer": {},
     }
-    with Checkpoints(tmp_path / "old", keep=1) as checkpoints:
+    with as_older(monkeypatch), Checkpoints(tmp_path / "old", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(numbers("adamw"), parts), meta)
     for name in ("zero3", "uneven chunks"):
         other = parts_of(name, layers=5)

@@ -352,3 +352,19 @@ def test_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match=r"checkpoints' is a file"):
         Checkpoints(tmp_path / "checkpoints", keep=1)
+
+
+def test_the_loss_of_a_save_is_one_number(tmp_path: Path) -> None:
+    """A scalar of jax or NumPy is; what is none is refused before anything is written. So is the package's own key."""
+    state = lambda step: TrainState(jnp.int32(step), {"w": jnp.ones(8)}, ())  # noqa: E731
+    given = [jnp.float32(3), np.float32(1), np.array(2.0), 4, None]
+    with Checkpoints(tmp_path, keep=1, keep_best=1) as checkpoints:
+        for step, loss in enumerate(given):
+            checkpoints.save(step, state(step), {}, loss=loss)
+        for bad in ("1", np.ones(2), [1.0], True):
+            with pytest.raises(UserError, match=r"^loss: .*; allowed: one number, such as float\(loss\); or None"):
+                checkpoints.save(9, state(9), {}, loss=bad)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="^meta: has the key 'jaxdist', which is this package's own"):
+            checkpoints.save(9, state(9), {"jaxdist": 5})
+    names = {each.name for each in tmp_path.iterdir()}
+    assert {"1", "4"} <= names and not {"0", "2", "9"} & names

@@ -17,6 +17,7 @@ from jaxdist.collectives.algorithms.auto import choose
 from jaxdist.collectives.compression import SCALE_BLOCK, encoded_bytes
 from jaxdist.collectives.cost import NOTHING
 from jaxdist.collectives.group import Group
+from jaxdist.errors import UserError
 from jaxdist.plan.traced.rounds import Round, counted, has_swap, received, rounds_of, sent
 
 NAMES = [name for name in registry.names("jaxdist.collectives.algorithms") if name != "native"]  # the library's own
@@ -140,6 +141,10 @@ def test_the_public_cost_is_in_bytes() -> None:
         messages("ring", "all_reduce", 1000, 8, dtype=jnp.bfloat16), 8
     )
     assert collectives.cost("all_reduce", 4000, 1) == NOTHING
+    for part, whole in ((3, 4), (10, 12)):  # a part of an element is sent as one
+        assert collectives.cost("all_reduce", part, 4) == collectives.cost("all_reduce", whole, 4)
+    with pytest.raises(UserError, match=r"^cost: 1\.5 bytes on \(2,\) devices; allowed: bytes >= 0"):
+        collectives.cost("all_reduce", 1.5, 2)  # type: ignore[arg-type]
 
 
 # What the books say, with P = n devices and N bytes.

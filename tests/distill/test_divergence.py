@@ -82,6 +82,26 @@ def test_a_rest_of_rounding_gives_no_nan() -> None:
     assert np.isfinite(loss) and np.isfinite(grads).all()
 
 
+def test_what_the_teacher_rules_out_adds_nothing() -> None:
+    """Logits of -inf, as of a masked vocabulary: 0 log 0 is 0, in values and gradients."""
+    with jax.enable_x64(True):
+        student, ruled_out = jnp.asarray(STUDENT), jnp.asarray(TEACHER).at[:, :3].set(-jnp.inf)
+        values, ids = jax.lax.top_k(ruled_out, VOCAB - 1)
+        top = TopLogits(values, ids, jax.nn.logsumexp(ruled_out / TEMPERATURE, axis=-1))
+        p, log_q = jax.nn.softmax(ruled_out / TEMPERATURE), jax.nn.log_softmax(student / TEMPERATURE)
+        want = jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1)) - log_q), 0).sum(-1)
+        for teacher in (ruled_out, top):
+            found, pull = jax.vjp(lambda x, t=teacher: divergence(x, t, TEMPERATURE, axis=None), student)
+            np.testing.assert_allclose(found, want, rtol=1e-10)
+            assert np.isfinite(pull(jnp.ones_like(found))[0]).all()
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.0), ("mixing", 2.0), ("mixing", -0.1)])
+def test_numbers_out_of_range(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"^{name}: {value}; allowed: a number "):
+        jaxdist.distill_loss(jnp.ones((1, 4)), jnp.ones((1, 4)), jnp.zeros(1, jnp.int32), **{name: value})
+
+
 def test_two_sizes_of_vocabulary() -> None:
     with pytest.raises(UserError, match="distill_loss: the teacher has a vocabulary of 8, the student of 40"):
         distill_loss(jnp.asarray(STUDENT), jnp.zeros((TOKENS, 8)), jnp.asarray(TARGETS))

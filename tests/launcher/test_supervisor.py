@@ -22,6 +22,7 @@ from levels import others_slow
 from strangers import TOKEN, admitted
 
 from jaxdist.errors import UserError
+from jaxdist.files.launcher_notes import latest_step, leave_stop_note
 from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import HostPlace, Outcome, share_of_cpus
@@ -30,7 +31,7 @@ from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.connection import Connection
 from jaxdist.runtime.network.handshake import Door
-from jaxdist.runtime.run_folder import latest_step, leave_stop_note, run_directory_of, safe_name
+from jaxdist.runtime.run_folder import run_directory_of, safe_name
 from jaxdist.trainer.train import run_directory
 
 ROOT = Path(__file__).parents[2]
@@ -852,6 +853,9 @@ def test_a_mistake_is_one_line(launch: Callable[..., Launcher]) -> None:
     job = launch("true", "-n", "0")
     assert job.wait() == 2
     assert job.err() == "error: -n/--procs: 0; allowed: an integer >= 1 and <= 100000\n"
+    job = launch("true", "-n", "1", "--nnodes", "2", "--node-rank", "0", "--coordinator", "localhost")
+    assert job.wait() == 2
+    assert job.err() == "error: --coordinator: 'localhost' is no address; allowed: host:port of rank 0\n"
     job = launch(["no-such-program"], "-n", "1")
     assert job.wait() == 2
     assert "[0] error: 'no-such-program' cannot be run: No such file or directory" in job.err()

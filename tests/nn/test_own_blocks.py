@@ -20,8 +20,9 @@ import oracle
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxdist import registry
+from jaxdist import nn, registry
 from jaxdist.config.schema import ModelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
@@ -334,6 +335,50 @@ def test_the_examples_run(name: str, lines: int) -> None:
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"loss ([\d.]+); a device holds [\d.]+ \+ [\d.]+ MiB", done.stdout)
     assert len(losses) == lines and len(set(losses)) == 1 and float(losses[0]) < 5.6, done.stdout
+
+
+WRONG_LAYERS: dict[str, tuple[Any, str]] = {
+    "no window": (lambda r: Attention(r, 16, 4, 2, bias=True, window=0), "window: 0; allowed: 1 or more positions"),
+    "both ways": (
+        lambda r: Attention(r, 16, 4, 2, bias=True, window=2, causal=False),
+        "window: 2, with causal=False; allowed: 1 or more positions of causal attention; or None",
+    ),
+    "heads": (lambda r: Attention(r, 24, 6, 4, bias=True), "kv_heads: 4 with heads 6; allowed: a number that divides"),
+    "cross": (lambda r: nn.CrossAttention(r, 24, 24, 6, 4, bias=True), "kv_heads: 4 with heads 6; allowed: a number"),
+    "dropout": (
+        lambda r: Attention(r, 16, 4, 2, bias=True, dropout=1.5),
+        "dropout: 1.5; allowed: a number >= 0 and < 1",
+    ),
+    "a rate": (
+        lambda r: nn.dropout(jnp.ones((2, 4)), jax.random.split(jax.random.key(0), 2), site=0, rate=-0.5),
+        "dropout: -0.5; allowed: a number >= 0 and < 1",
+    ),
+    "a norm": (lambda r: nn.make_norm("rms_norm", 8, eps=1e-5, bias=True), "kind: 'rms_norm' is no norm; allowed:"),
+    "an MLP": (
+        lambda r: nn.MLP(r, 8, 16, kind="relu", bias=True, out_scale=1.0),
+        "kind: 'relu' is no feed-forward layer; allowed: gelu, gelu_erf, swiglu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LAYERS)
+def test_layers_that_cannot_be(name: str) -> None:
+    made, line = WRONG_LAYERS[name]
+    with pytest.raises(UserError) as raised:
+        made(nnx.Rngs(0))
+    assert str(raised.value).startswith(line)
+
+
+def test_positions_outside_the_table_are_nan() -> None:
+    """As ids outside the vocabulary are: they gave the last row."""
+    layer = nn.PositionEmbed(nnx.Rngs(0), 8, 4)
+    found = np.asarray(
+        jax.shard_map(lambda at: layer(3, at), mesh=make_mesh(), in_specs=P(), out_specs=P())(
+            np.array([[0, 7, 8], [-1, 3, 100]])
+        )
+    )
+    assert np.isnan(found).all(-1).tolist() == [[False, False, True], [True, False, True]]
+    assert np.array_equal(found[0, 1], layer.table[...][7])
 
 
 def test_pages_show_what_runs() -> None:

@@ -28,7 +28,7 @@ from jaxdist.optim.make import decay_mask, learning_rate, learning_rates, make_o
 from jaxdist.optim.muon import muon_dims, scale_by_muon
 from jaxdist.optim.update import call_update
 from jaxdist.parallel.options import StepOptions
-from jaxdist.specs import path_name
+from jaxdist.specs import leaves_by_name, path_name
 from jaxdist.state import place_params
 from jaxdist.step import make_train_step
 
@@ -140,6 +140,10 @@ def test_vectors_are_not_decayed_however_they_are_stacked() -> None:
         name for name in mask if name.endswith((".bias", ".scale"))
     }
     assert mask["blocks.mlp.up.kernel"] and mask["embed.tokens.table"]
+    vector = {"gamma": jnp.ones((3, 4)), "kernel": jnp.ones((3, 4, 4))}  # of three blocks
+    own = decay_mask({"embed": {"table": jnp.ones((8, 4))}, "blocks": vector, "head": {"gamma": jnp.ones(4)}})
+    assert own == {"embed": {"table": True}, "blocks": {"gamma": False, "kernel": True}, "head": {"gamma": False}}
+    assert decay_mask({"blocks": vector}) == {"blocks": {"gamma": True, "kernel": True}}  # no model: nothing is stacked
 
 
 def test_muon_takes_the_kernels_of_blocks() -> None:
@@ -202,6 +206,8 @@ STACKED_SHAPES = {
 
 
 OF_TENSORS = {
+    "novograd": optax.novograd(1e-2, weight_decay=0.1),  # one number for each parameter
+    "injected": optax.inject_hyperparams(optax.adamw)(1e-2),  # numbers that are those of all blocks
     "lamb": optax.lamb(1e-2),
     "lars": optax.lars(1e-2),
     "muon": optax.contrib.muon(1e-2),
@@ -210,7 +216,7 @@ OF_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(OF_TENSORS, "clip", "decay"))
+@pytest.mark.parametrize("name", others_slow(OF_TENSORS, "clip", "decay", "novograd", "injected"))
 def test_per_block_is_the_optimizer_of_each_block_alone(name: str) -> None:
     shapes = {
         "embed": {"table": (8, 4)},
@@ -232,6 +238,8 @@ def test_per_block_is_the_optimizer_of_each_block_alone(name: str) -> None:
             got = optax.apply_updates(got, updates)
     blocks = jax.tree.map(lambda *rows: jnp.stack(rows), *(part["blocks"] for part in wanted[:3]))
     assert oracle.error(got, {**wanted[3], "blocks": blocks}) < 1e-6
+    if name == "injected":
+        assert state.blocks.hyperparams["learning_rate"].shape == ()
 
 
 @pytest.mark.slow
@@ -307,6 +315,19 @@ def test_adafactor_is_optax_with_a_decay_that_follows_the_learning_rate() -> Non
     factors = ours.init(random_tree(STACKED_SHAPES, 0)).blocks[0]
     assert factors.v_row["blocks"]["qkv"]["kernel"].shape == (LAYERS, WIDTH)
     assert factors.v_col["blocks"]["qkv"]["kernel"].shape == (LAYERS, 4 * 3 * 32)
+
+
+def test_the_eps_of_muon_is_that_of_its_adamw() -> None:
+    params, grads = (random_tree(STACKED_SHAPES, seed) for seed in (0, 1))
+    found = []
+    for eps in (1e-8, 0.1):
+        options = OptimizerConfig(name="muon", schedule="constant", clip_norm=0, weight_decay=0, eps=eps)
+        tx = make_optimizer(options, steps=9)
+        with jax.numpy_dtype_promotion("standard"):
+            found.append(leaves_by_name(tx.update(grads, tx.init(params), params)[0]))
+    dims = jax.tree_util.tree_leaves_with_path(muon_dims(params), is_leaf=lambda x: x is None or isinstance(x, tuple))
+    changed = {name for name in found[0] if (found[0][name] != found[1][name]).any()}
+    assert changed == {path_name(path) for path, x in dims if x is None}
 
 
 def test_muon_is_optax_muon() -> None:

@@ -305,8 +305,7 @@ def test_a_carry_comes_from_all_that_goes_into_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_temporary_memory_grows_by_what_a_block_keeps(strategy: str) -> None:
-    """What is kept, and gradients, to the byte: no residual is shared or dropped. Compiled, there is a little more:
-    copies in other layouts, of queries and keys from which attention computes its scores again."""
+    """What is kept, and gradients, to the byte: no residual is shared or dropped. Compiled, there is as much."""
     sizes = []
     for layers in (4, 8):
         found = explain(configured(*LLAMA, f"parallel.strategy={strategy}", f"model.layers={layers}"), compiled=True)
@@ -315,7 +314,9 @@ def test_temporary_memory_grows_by_what_a_block_keeps(strategy: str) -> None:
             (temporary, estimated, found.memory["gradients"] + sum(each.bytes_per_device for each in found.activations))
         )
     compiled, estimated, kept = (large - small for small, large in zip(*sizes, strict=True))
-    assert estimated == kept <= compiled <= 1.03 * kept
+    # Holes of XLA's heap, which other arrays fill, differ with the number of blocks: by up to 2 %. The smallest
+    # residual that a block keeps of all its rows is 4 %.
+    assert estimated == kept and 0.98 * kept <= compiled <= 1.03 * kept
 
 
 def collective(op: str, **fields: Any) -> Collective:

@@ -147,11 +147,14 @@ def _by_leaf(pieces: list[tuple[Tensor, Any, str]]) -> Iterator[tuple[str, Itera
 def model_of(stored: Stored) -> tuple[ModelConfig, int]:
     """The model of a checkpoint, `resolved`, and the length of its sequences. Raises `UserError` for one that has no
     format."""
-    if not {"model", "data"} <= stored.meta.keys():
+    model, data = (stored.meta.get(name) for name in ("model", "data"))
+    if not isinstance(model, dict) or not isinstance(data, dict) or "seq_len" not in data:
         raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
-    name = stored.meta["model"].get("name", "gpt")
+    name = model.get("name", "gpt")
     check_name(name)  # first: making the options of a dotted path imports it
-    return with_settings(ModelConfig(name), stored.meta["model"]).resolved(), stored.meta["data"]["seq_len"]
+    if unknown := sorted(model.keys() - dict(all_keys(type(ModelConfig(name)))).keys()):
+        raise UserError(f"{stored.folder}: has a model with the key {unknown[0]!r}, which is not known here; use a run")
+    return with_settings(ModelConfig(name), model).resolved(), data["seq_len"]
 
 
 def export(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdist.checkpoint.block_order import settings_of_run
 from jaxdist.checkpoint.huggingface.convert import model_of
 from jaxdist.checkpoint.huggingface.family import Tensor, stacked_blocks
 from jaxdist.checkpoint.huggingface.names import family, tensors
@@ -57,7 +58,7 @@ def has_adapters(stored: Stored) -> bool:
 
 def _scale(stored: Stored) -> tuple[int, float]:
     """(rank, alpha) from the record of a checkpoint."""
-    lora = stored.meta.get("optimizer", {}).get("lora", {})
+    lora = settings_of_run(stored.meta).get("optimizer", {}).get("lora", {})
     if not {"rank", "alpha"} <= lora.keys():
         raise UserError(f"{stored.folder}: does not say alpha of its adapters; allowed: checkpoints of jaxdist train")
     return lora["rank"], lora["alpha"]

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxdist.build import make_model, optimizer_of
 from jaxdist.checkpoint import Checkpoints, SaveFailed, verify
-from jaxdist.checkpoint.block_order import settings_of_run, without_order
-from jaxdist.checkpoint.checksums import newer_format
+from jaxdist.checkpoint.block_order import settings_of_run
+from jaxdist.checkpoint.checksums import newer_format, own_meta
 from jaxdist.checkpoint.huggingface.convert import check_model, export
 from jaxdist.checkpoint.huggingface.family import CONFIG
 from jaxdist.checkpoint.huggingface.peft import Merged, export_adapter, has_adapters
@@ -189,7 +189,7 @@ def average(run_dir: Path, output: Path, *, last: int) -> str:
             like = rest["opt_state"]["model_state"]
             rest["opt_state"]["model_state"] = jax.tree.map(lambda old, new: new.astype(old.dtype), like, carried)
     state = TrainState(rest["step"], newest.tree_of(means), rest["opt_state"], **others, model_state=carried)
-    meta = without_order(run) or newest.meta  # what a loop of one's own has written there stays
+    meta = own_meta(newest.meta)
     meta = {name: value for name, value in meta.items() if name != "ending" or "config" not in meta}
     with Checkpoints(output / FOLDER, keep=1) as checkpoints:
         checkpoints.save(newest.step, state, meta)

@@ -20,6 +20,7 @@ from jaxdist.nn.context.cudnn_tiles import why_no_cudnn_tiles
 from jaxdist.nn.context.forms import OVER_CONTEXT, RING, check_context_form
 from jaxdist.nn.context.positions import ContextSplit, context_size, own_context
 from jaxdist.nn.context.ring import TILES, ring_attention
+from jaxdist.nn.dropout import check_rate
 from jaxdist.nn.linear import ColumnParallelLinear, MatmulOptions, RowParallelLinear
 from jaxdist.nn.norm import RMSNorm
 from jaxdist.precision.autocast import casting
@@ -71,8 +72,15 @@ _split = jax.custom_vjp(_parts)
 _split.defvjp(lambda qkv: (_parts(qkv), None), lambda _, grads: (_whole(*grads),))
 
 
+def _check_heads(heads: int, kv_heads: int) -> None:
+    """Raise `UserError` for key/value heads that do not divide the heads."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise UserError(f"kv_heads: {kv_heads} with heads {heads}; allowed: a number that divides the heads")
+
+
 def _check_kernel(kernel: str, dropout: float, context: str | None = None) -> None:
     """Raise `UserError` for a kernel of attention that is none, or that cannot do this."""
+    check_rate(dropout)
     if kernel not in TILES:
         raise UserError(f"kernel: {kernel!r} is no kernel of attention; allowed: {', '.join(TILES)}")
     if kernel == "cudnn" and dropout:
@@ -180,7 +188,10 @@ class Attention(nnx.Module):
         qk_norm_eps: float | None = None,
         **matmul: Unpack[MatmulOptions],
     ) -> None:
-        assert causal or window is None, "a window of positions on both sides is not there"
+        if window is not None and (window < 1 or not causal):
+            of = "" if causal else ", with causal=False"
+            raise UserError(f"window: {window}{of}; allowed: 1 or more positions of causal attention; or None, all")
+        _check_heads(heads, kv_heads)
         check_context_form(context, causal=causal)
         _check_kernel(kernel, dropout, context)
         self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
@@ -244,6 +255,7 @@ class CrossAttention(nnx.Module):
         **matmul: Unpack[MatmulOptions],
     ) -> None:
         _check_kernel(kernel, dropout)
+        _check_heads(heads, kv_heads)
         self.kernel, self.dropout = kernel, dropout
         head_width = width // heads
         both = ("k", 1), ("v", 1)

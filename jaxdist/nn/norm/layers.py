@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdist.errors import UserError
 from jaxdist.nn.norm.normalize import normalize
 from jaxdist.nn.param import param, zeros
 
@@ -33,5 +34,7 @@ class LayerNorm(nnx.Module):
 
 
 def make_norm(kind: str, width: int, *, eps: float, bias: bool) -> LayerNorm | RMSNorm:
-    """A norm of this kind, "layernorm" or "rmsnorm"."""
+    """A norm of this kind, "layernorm" or "rmsnorm". Raises `UserError` for another."""
+    if kind not in ("layernorm", "rmsnorm"):
+        raise UserError(f"kind: {kind!r} is no norm; allowed: layernorm, rmsnorm")
     return RMSNorm(width, eps=eps) if kind == "rmsnorm" else LayerNorm(width, eps=eps, bias=bias)

@@ -65,11 +65,11 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`."""
+def split_address(address: str, key: str = "coordinator", of: str = " in the environment") -> tuple[str, int]:
+    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`. key, of: who gave it, in its text."""
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not host.strip("[]"):
-        raise UserError(f"coordinator: {address!r} in the environment is no address; allowed: host:port of rank 0")
+        raise UserError(f"{key}: {address!r}{of} is no address; allowed: host:port of rank 0")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
