@@ -4,6 +4,7 @@ import fnmatch
 import functools
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from jaxdist.optim.ema import carrying, not_carrying
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
+from jaxdist.processes import not_joined
 from jaxdist.specs import (
     SHARD_AXES,
     STACKED,
@@ -278,6 +280,13 @@ def _tell_whole(strategy: str, data: int, over: str) -> None:
     )
 
 
+@functools.cache  # once
+def _tell_alone(said: str) -> None:
+    """said: of `not_joined`."""
+    if said:
+        logging.getLogger("jaxdist").warning(said)
+
+
 def _tell_unsharded(source: Any, options: StepOptions, mesh: Mesh, params: PyTree) -> None:
     """Say, once, that a strategy shards nothing, unless because parameters are small."""
     split = any({*spec_axes(leaf.sharding.spec)} & {*SHARD_AXES} for leaf in jax.tree.leaves(params))
@@ -323,6 +332,7 @@ def init_state(
     module_init = source.init if isinstance(source, ModuleLoss) else None
     source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
+    _tell_alone(not_joined(os.environ))
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
     if not rules:  # by which the user may want all of them whole
         _tell_unsharded(source, options, mesh, target.params)

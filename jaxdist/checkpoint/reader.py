@@ -111,9 +111,10 @@ class Stored:
     pipeline.
 
     meta: the record saved with it (`jaxdist.trainer.resume.record`).
+    ema: whether `param` gives the moving average of a parameter, in its dtype. Raises `UserError` where none is kept.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, ema: bool = False) -> None:
         self.folder = folder.absolute()
         self.step = int(folder.name)
         self._handler = ocp.PyTreeCheckpointHandler()
@@ -124,6 +125,9 @@ class Stored:
         self._rows = None if order is None else rows_of_blocks(order)
         parts = {"opt_state": (), "guard": ()} | self._tree
         self._dims = leaves_by_name(stacked_dims(TrainState(**parts)))
+        self._instead = self.averages() if ema else {}
+        if ema and not self._instead:
+            raise UserError(f"--ema: {folder} keeps no moving average; allowed: a run with train.ema; leave it out")
 
     def params(self) -> dict[str, Any]:
         """Shapes and dtypes of the parameters, {"blocks.mlp.up.kernel": ShapeDtypeStruct}."""
@@ -144,8 +148,8 @@ class Stored:
 
     def param(self, name: str) -> np.ndarray:
         """One parameter."""
-        (array,) = leaves_read(self._read(self.asking(0, name)))
-        return array
+        (array,) = leaves_read(self._read(self.asking(0, name, self._instead.get(name))))
+        return array.astype(self.params()[name].dtype) if self._instead else array
 
     def model_state(self, *, ema: bool = False) -> PyTree:
         """The model_state as lists and dicts of arrays; () where the state has none.

@@ -108,6 +108,10 @@ class OwnBatches:
         self._placing, self._keep, self._next = placing, keep, first
         self._recent = OrderedDict[int, tuple[PyTree, Any]]()
         self._indexed, self._given = indexed(data), None
+        if self._indexed is not None and not isinstance(data, GlobalBatches):
+            if len(set(counts := from_all(len(data)))) > 1:
+                said = ", ".join(map(str, counts))
+                raise UserError(f"data: has {said} batches in the processes; give as many in each")
         if self._indexed is None:
             if first and inspect.isgenerator(data) and inspect.getgeneratorstate(data) != inspect.GEN_CREATED:
                 raise UserError(

@@ -40,15 +40,3 @@ def note_checkpoints(environ: Mapping[str, str], folder: Path) -> None:
             file.write(f"{latest_step(folder)} {folder}\n")
     except OSError as error:
         print(f"warning: the launcher is not told of {str(folder)!r}: {error.strerror}", file=sys.stderr)
-
-
-def leave_stop_note(environ: Mapping[str, str]) -> None:
-    """Tell the launcher, where there is one, that this process ends because the run was asked to stop. Status 75 alone
-    does not say so: a run that has lost a process has it, too, and the launcher starts that again."""
-    path = environ.get(STOP_NOTE)
-    if not path:
-        return
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
-    except OSError as error:
-        print(f"warning: {path!r}: {error.strerror}; the launcher may start this run again", file=sys.stderr)

@@ -1,13 +1,15 @@
 """The folders of a run and of its logs, by names that cannot lead out of them. Imported before JAX is."""
 
 import itertools
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from jaxdist.errors import UserError
-from jaxdist.files.launcher_notes import RUN_DIR
+from jaxdist.files.launcher_notes import RUN_DIR, STOP_NOTE
 from jaxdist.files.regular import open_to_append
 from jaxdist.files.user_path import user_path
 
@@ -100,3 +102,15 @@ def open_log(path: Path, option: str) -> int:
         return open_to_append(path)
     except OSError as error:
         raise UserError(f"{option}: {str(path)!r} cannot be written: {error.strerror}; give another folder") from error
+
+
+def leave_stop_note(environ: Mapping[str, str]) -> None:
+    """Tell the launcher, where there is one, that this process ends because the run was asked to stop. Status 75 alone
+    does not say so: a run that has lost a process has it, too, and the launcher starts that again."""
+    path = environ.get(STOP_NOTE)
+    if not path:
+        return
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
+    except OSError as error:
+        print(f"warning: {path!r}: {error.strerror}; the launcher may start this run again", file=sys.stderr)

@@ -26,7 +26,6 @@ from jaxdist.config.wrong_calls import own_names
 from jaxdist.data import Source
 from jaxdist.data.own_batches import OwnBatches, Placing
 from jaxdist.errors import UserError, nearest
-from jaxdist.files.launcher_notes import leave_stop_note
 from jaxdist.init import ParameterSource, Rules, init_state, state_target
 from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
@@ -39,9 +38,10 @@ from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.parallel.program import check_axes
 from jaxdist.parallel.schedule import UserLoss
-from jaxdist.processes import anywhere, done_by_first
+from jaxdist.processes import anywhere, done_by_first, not_joined
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.exit_status import DONE, STOPPED
+from jaxdist.runtime.run_folder import leave_stop_note
 from jaxdist.runtime.start import fail_alone
 from jaxdist.runtime.watch.replica_check import ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal
@@ -193,6 +193,8 @@ def _check(
 ) -> None:
     """Raise `UserError` for likely mistakes. parts: (model, optimizer, mesh). evaluated: (eval_data, eval_loss)."""
     model, optimizer, mesh = parts
+    if said := not_joined(os.environ):
+        raise UserError(said)
     check_axes(model, mesh)
     check_optimizer(optimizer)
     known = [*(each.name for each in fields(StepOptions)), *inspect.signature(fit).parameters]

@@ -1,6 +1,7 @@
 """The header of a run on the console: model, data, mesh, parallelism, memory."""
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ from jaxdist.config.rules.fields import show
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.local import LOCAL, LocalConfig
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
+from jaxdist.model import ModelDef
 from jaxdist.observe import redact, redact_settings
 from jaxdist.optim import leave_out
 from jaxdist.parallel.grad_sync import order_of_work
@@ -88,6 +90,14 @@ def describe_ranks(mesh: Mesh, hosts: Sequence[str]) -> str:
     )
 
 
+def yardsticks(run: TrainingRun) -> tuple[str, dict[str, float]]:
+    """The unit in which evaluations tell the loss, and what models that count pairs and triples reach in it: bits per
+    byte; of other tokens, whose lengths differ, nats per token as the loss is."""
+    if run.plan.source.info["unit"] == "bytes":
+        return "bits per byte", dict(run.baselines)
+    return "nats per token", {name: mark * math.log(2) for name, mark in run.baselines.items()}
+
+
 def _marks(results: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {result:.3f}" for name, result in results.items())
 
@@ -106,6 +116,13 @@ def _trained(plan: RunPlan) -> str:
     return f", {count:,} of them trained"
 
 
+def _name(plan: RunPlan) -> str:
+    """What the model is. A loss of the user's own has not the sizes of a GPT, whose options it is given."""
+    given, own = plan.config.model, not isinstance(plan.parts.model, ModelDef)
+    usual = "." in given.name and type(given).__module__.startswith("jaxdist.")
+    return given.name if own and usual else given.describe()
+
+
 def describe(run: TrainingRun) -> dict[str, str]:
     """The rows of the header, by name."""
     plan, progress = run.plan, run.progress
@@ -119,7 +136,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
     near, far = resident_bytes(parts.target) / 2**20, resident_bytes(parts.target, on_host=True) / 2**20
     rows = {
         "run": str(run.outputs.folder),
-        "model": f"{config.model.describe()}, {parts.model.parameters:,} parameters{_trained(plan)}",
+        "model": f"{_name(plan)}, {parts.model.parameters:,} parameters{_trained(plan)}",
         "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
         f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}"
         + "".join(f"\n{line}" for line in info.get("lines", ())),
@@ -148,7 +165,8 @@ def describe(run: TrainingRun) -> dict[str, str]:
     if jax.process_count() > 1:
         rows["job"] = describe_ranks(mesh, from_all(platform.node()))
     if run.baselines:
-        rows["to beat"] = f"{_marks(run.baselines)} bits per {info['unit'].removesuffix('s')} on the held-out text"
+        measure, marks = yardsticks(run)
+        rows["to beat"] = f"{_marks(marks)} {measure} on the held-out text"
     elif (yardstick := plan.source.yardstick) is not None and jax.process_index() == 0:
         rows["to beat"] = f"{_marks(yardstick.compute())} {yardstick.measure}"
     if progress.first_step:

@@ -29,6 +29,7 @@ from jaxdist.plan.explain import (
 )
 from jaxdist.plan.traced.ledger import GRADIENT, SENDS, Collective
 from jaxdist.specs import PyTree, axes_by_dim
+from jaxdist.trainer.header import yardsticks
 from jaxdist.trainer.run import TrainingRun
 
 if TYPE_CHECKING:  # the planner: a run does not load it
@@ -201,15 +202,17 @@ def write_summary(run: TrainingRun, samples: str) -> None:
             record = write_run_report(run, samples)
             with _told(run, "pictures of the report"):
                 give_pictures(run, record)
-    evaluations = [record for record in records if "eval/bits_per_byte" in record]
+    measure, baselines = yardsticks(run)
+    key = "eval/bits_per_byte" if measure == "bits per byte" else "eval/loss"
+    evaluations = [record for record in records if key in record] if key != "eval/loss" or baselines else []
     if evaluations:
-        bits, step, last = evaluations[-1]["eval/bits_per_byte"], evaluations[-1]["step"], records[-1]["step"]
+        loss, step, last = evaluations[-1][key], evaluations[-1]["step"], records[-1]["step"]
         marks = [
-            f"{'below' if bits < mark else 'NOT below'} the {name} model's {mark:.3f}"
-            for name, mark in run.baselines.items()
+            f"{'below' if loss < mark else 'NOT below'} the {name} model's {mark:.3f}"
+            for name, mark in baselines.items()
         ]
         when = "" if step == last else f" (evaluated after step {step}, not since)"
-        console.line(", ".join([f"held-out text: {bits:.3f} bits per byte{when}", *marks]))
+        console.line(", ".join([f"held-out text: {loss:.3f} {measure}{when}", *marks]))
     waited = data_wait(records)
     if waited > WAIT_LIMIT:
         console.line(f"waited for data {waited:.0%} of the time: docs/data.md says what helps")

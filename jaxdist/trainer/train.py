@@ -24,7 +24,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.schema import Config
 from jaxdist.data import prefetch
 from jaxdist.errors import RunStopped, UserError
-from jaxdist.files.launcher_notes import RUN_DIR, leave_stop_note
+from jaxdist.files.launcher_notes import RUN_DIR
 from jaxdist.files.user_path import user_path
 from jaxdist.observe.environment import versions
 from jaxdist.optim.make import learning_rates
@@ -34,7 +34,7 @@ from jaxdist.runtime.exit_status import DONE, FAILED, STOPPED
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.output import lasting_output
 from jaxdist.runtime.run_claim import RunClaim
-from jaxdist.runtime.run_folder import new_run_directory, refuse_strangers
+from jaxdist.runtime.run_folder import leave_stop_note, new_run_directory, refuse_strangers
 from jaxdist.runtime.start import fail_alone
 from jaxdist.runtime.watch.replica_check import ReplicaCheck, ReplicasDiffer
 from jaxdist.runtime.watch.stop import StopSignal, TimeLimit

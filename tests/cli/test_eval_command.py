@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from levels import others_slow
 
+from jaxdist.checkpoint.reader import Stored, open_steps
 from jaxdist.cli.main import main
 from jaxdist.config.load import load_config
 from jaxdist.observe import read_metrics
@@ -131,6 +132,31 @@ def test_other_data_are_held_out_of_themselves(tmp_path: Path, say: Any) -> None
     names = [Path(text.splitlines()[0].rpartition(" ")[2]).stem for text in found]
     losses = [text.splitlines()[1] for text in found]
     assert names == ["b", "c", "c", "c"] and losses[1] == losses[2] and len(set(losses)) == 3
+
+
+def test_an_average_is_exported(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What evaluations take; without --ema the export says that it is not."""
+    run, found = run_of(made, "gpt"), {}
+    for name, more in (("raw", []), ("ema", ["--ema"])):
+        assert main(["checkpoint", "export", str(run), "--output", str(tmp_path / name), *more]) == 0
+        assert ("--ema exports their moving average" in capsys.readouterr().out) == (name == "raw")
+        stored = Stored(open_steps(run)[0].folder, ema=name == "ema")
+        found[name] = stored.param("embed.tokens.table")
+        [written] = (file for file in (tmp_path / name).glob("*.safetensors"))
+        assert found[name].tobytes() in written.read_bytes()
+    assert not np.array_equal(found["raw"], found["ema"])
+    assert main(["checkpoint", "export", str(run_of(made, "plain")), "--output", str(tmp_path / "no"), "--ema"]) == 2
+    assert (
+        "--ema: " in (said := capsys.readouterr().err)
+        and "keeps no moving average; allowed: a run with train.ema" in said
+    )
+
+
+def test_a_run_of_fit_is_told_as_such(tmp_path: Path, say: Any) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert (
+        "has no config.yaml; allowed: the directory of a run of jaxdist train; a run of jaxdist.fit" in say(tmp_path)[2]
+    )
 
 
 def test_a_damaged_checkpoint_is_passed_over(made: Path, tmp_path: Path, say: Any) -> None:

@@ -22,7 +22,7 @@ from levels import others_slow
 from strangers import TOKEN, admitted
 
 from jaxdist.errors import UserError
-from jaxdist.files.launcher_notes import latest_step, leave_stop_note
+from jaxdist.files.launcher_notes import latest_step
 from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import HostPlace, Outcome, share_of_cpus
@@ -31,7 +31,7 @@ from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.connection import Connection
 from jaxdist.runtime.network.handshake import Door
-from jaxdist.runtime.run_folder import run_directory_of, safe_name
+from jaxdist.runtime.run_folder import leave_stop_note, run_directory_of, safe_name
 from jaxdist.trainer.train import run_directory
 
 ROOT = Path(__file__).parents[2]

@@ -97,6 +97,10 @@ def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
         (TCP | OWN | {"JAXDIST_RANK": "4"}, "^rank 4 of a job of 4"),
         (JOBSET | {"JOB_COMPLETION_INDEX": "2"}, "^PODS_PER_JOB: 2, but this is pod 2"),
         ({name: text for name, text in JOBSET.items() if name != "PODS_PER_JOB"}, "^PODS_PER_JOB: not set in the envi"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "^MASTER_ADDR: not set, though RANK is 0 and WORLD_SIZE 2; set it and MASTER_",
+        ),
         (TORCH | {"RANK": ""}, "^RANK: not set in the environment, though WORLD_SIZE is; allowed"),
         (TORCH | {"MASTER_PORT": ""}, "^MASTER_PORT: not set in the environment, though WORLD_SIZE is; allowed"),
         (TORCH | {"MASTER_PORT": "x"}, "^MASTER_PORT: 'x' in the environment is no port; allowed"),

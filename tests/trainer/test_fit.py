@@ -22,6 +22,7 @@ from jobs import Processes, free_port, torchrun
 from levels import levels
 
 import jaxdist
+from jaxdist import init
 from jaxdist.cli.work.checkpoint import average
 from jaxdist.data import own_batches
 from jaxdist.data.own_batches import OwnBatches, Placing, _decoded, _encoded, one_pass
@@ -625,6 +626,28 @@ class Indexed:
 
 def test_an_epoch_of_data_with_an_index_and_a_length() -> None:
     assert len(list(one_pass(Indexed()))) == len(list(one_pass(batches(2)))) == len(list(one_pass(Indexed))) == 2
+
+
+def test_lists_of_other_lengths_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_batches, "from_all", lambda value: [value, value + 1])
+    with pytest.raises(UserError, match="^data: has 2, 3 batches in the processes; give as many in each"):
+        own(batches(2))
+
+
+def test_a_process_that_has_not_joined_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each would train alone, with its own rows: `fit` refuses it, a bare loop is told."""
+    init._tell_alone.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    for size, alone in (("1", False), ("2", True)):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        jaxdist.init_state(params(), TX, mesh())
+        assert ("RANK is 1 and WORLD_SIZE 2, and this process has joined no job" in caplog.text) == alone
+    with pytest.raises(
+        UserError, match=r"^RANK is 1 and WORLD_SIZE 2, .*; call join_job\(find_job\(os.environ\)\) before"
+    ):
+        fit(batches(2), tmp_path)
 
 
 def test_new_folders_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

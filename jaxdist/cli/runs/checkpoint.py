@@ -41,6 +41,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist checkpoint") -> int:
     )
     text = "rows of the vocabulary that are no padding"
     commands.choices["export"].add_argument("--vocab", type=COUNT, metavar="N", help=text)
+    commands.choices["export"].add_argument("--ema", action="store_true", help="the moving average of train.ema")
     how = commands.choices["export"].add_mutually_exclusive_group()
     how.add_argument("--adapter", action="store_true", help="only the adapters of LoRA, in PEFT's format")
     how.add_argument("--merged", action="store_true", help="the model with the adapters of LoRA in its kernels")

@@ -28,6 +28,8 @@ def config_of_run(run_dir: str, settings: Sequence[str]) -> Config:
     if not (file := folder / "config.yaml").is_file():
         said = "has no config.yaml" if folder.is_dir() else "is no folder"
         made = "; jaxdist checkpoint import makes one of this folder" if (folder / "config.json").is_file() else ""
+        if (folder / "checkpoints").is_dir():
+            made = "; a run of jaxdist.fit has its model and data in your program: open_pretrained reads its parameters"
         raise UserError(f"RUN_DIR: {run_dir!r} {said}; allowed: the directory of a run of jaxdist train{made}")
     return load_config(file, [*_WRITES, *settings])
 

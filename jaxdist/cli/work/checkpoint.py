@@ -54,7 +54,9 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
             return check_all(arguments.run_dir)
         elif arguments.command == "export":
             (stored,) = open_steps(arguments.run_dir, step=arguments.step)
-            said = export_as(stored, arguments.output, arguments)
+            said = export_as(Stored(stored.folder, ema=arguments.ema), arguments.output, arguments)
+            if stored.averages() and not arguments.ema:
+                said += "; the parameters as trained: --ema exports their moving average, which evaluations take"
             print(f"step {stored.step} to {arguments.output}: {said}")
         elif arguments.command == "import":
             assert config is not None
@@ -85,7 +87,8 @@ def export_as(stored: Stored, output: Path, arguments: Namespace) -> str:
         return export_adapter(stored, output)
     tokenizer, missing = _tokenizer_of(stored)
     ends = {} if tokenizer is None else {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    said = export(Merged(stored.folder) if arguments.merged else stored, output, vocab=arguments.vocab, ends=ends)
+    whole = Merged(stored.folder, ema=arguments.ema) if arguments.merged else stored
+    said = export(whole, output, vocab=arguments.vocab, ends=ends)
     if tokenizer is None:
         return said + missing
     return f"{said}; and {', '.join(copy_tokenizer(tokenizer, output))} of {tokenizer.folder}"

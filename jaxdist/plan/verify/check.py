@@ -197,6 +197,7 @@ def _layouts(
             if not found:
                 found.append(Fault("fixed number of rows", (line_of(error),), told))
             return [told]
-    if told := figures_apart(runs[1], runs[0], tol):
+    drawn = any(fault.cause == "one key for all samples" for fault in found)  # other masks: other metrics, too
+    if (told := figures_apart(runs[1], runs[0], tol)) and not drawn:
         found.append(Fault("metric of these rows", (), told))
     return [f"{layout_text(mesh, options)}: {each}" for each in differences(runs[1], runs[0], order, tol)]

@@ -81,6 +81,11 @@ def find_job(environ: Mapping[str, str]) -> Job | None:
         return _jobset(environ, gpus)
     if environ.get("JAX_COORDINATOR_ADDRESS"):  # every process would train alone, all of them into one folder
         raise UserError("JAX_COORDINATOR_ADDRESS is set, but JAX_NUM_PROCESSES is not; set JAX_PROCESS_ID too")
+    if environ.get("RANK") and environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise UserError(
+            f"MASTER_ADDR: not set, though RANK is {environ['RANK']} and WORLD_SIZE {environ['WORLD_SIZE']}; set it and"
+            " MASTER_PORT to those of rank 0, or unset RANK and WORLD_SIZE"
+        )
     return None
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from jaxdist.files.launcher_notes import latest_step, leave_stop_note
+from jaxdist.files.launcher_notes import latest_step
 from jaxdist.processes import JobStore, Place, place
 from jaxdist.runtime.exit_status import SAME_S, STOPPED
+from jaxdist.runtime.run_folder import leave_stop_note
 
 _POLL_S = 0.2  # between two looks into the job's store
 _LEAVE_S = 2.0  # until the other processes must have heard that this one leaves, and the disk must have answered
