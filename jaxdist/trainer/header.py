@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.resolve import warmup_of
 from jaxdist.config.rules.fields import show
+from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.local import LOCAL, LocalConfig
 from jaxdist.mesh import has_host_memory, on_cpu, sizes_text
@@ -118,9 +119,9 @@ def _trained(plan: RunPlan) -> str:
 
 def _name(plan: RunPlan) -> str:
     """What the model is. A loss of the user's own has not the sizes of a GPT, whose options it is given."""
-    given, own = plan.config.model, not isinstance(plan.parts.model, ModelDef)
-    usual = "." in given.name and type(given).__module__.startswith("jaxdist.")
-    return given.name if own and usual else given.describe()
+    given = plan.config.model
+    own = not isinstance(plan.parts.model, ModelDef) and type(given) is type(ModelConfig())
+    return given.name if own else given.describe()
 
 
 def describe(run: TrainingRun) -> dict[str, str]:

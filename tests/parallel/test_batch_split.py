@@ -41,7 +41,7 @@ def test_a_model_trains_like_one_device(case: Case) -> None:
     check_wide(case)
 
 
-@pytest.mark.parametrize("case", levels(CASES[::-1], everyday=len(CASES), slow=4), ids=str)
+@pytest.mark.parametrize("case", levels(CASES, slow=4), ids=str)
 def test_in_single_precision_too(case: Case) -> None:
     check_fp32(case)
 

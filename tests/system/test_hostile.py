@@ -29,7 +29,7 @@ checkpoint: {{every: 1}}
 devices: {{platform: cpu}}
 observe: {{console: plain, report: false}}
 """
-PLAIN = {"vocab": None, "adapter": False, "merged": False}  # of an export
+PLAIN = {"vocab": None, "adapter": False, "merged": False, "ema": False}  # of an export
 
 
 class Payload:
