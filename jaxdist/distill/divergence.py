@@ -122,12 +122,10 @@ def distill_loss(
     """
     if not isinstance(teacher_logits, TopLogits):
         check_vocabularies(student_logits.shape[-1], teacher_logits.shape[-1], key="distill_loss")
-    for name, value, allowed in (
-        ("temperature", temperature, "a number > 0" if not temperature > 0 else ""),
-        ("mixing", mixing, "a number from 0 to 1" if not 0 <= mixing <= 1 else ""),
-    ):
-        if allowed:
-            raise UserError(f"{name}: {value}; allowed: {allowed}")
+    if not temperature > 0:
+        raise UserError(f"temperature: {temperature}; allowed: a number > 0")
+    if not 0 <= mixing <= 1:
+        raise UserError(f"mixing: {mixing}; allowed: a number from 0 to 1")
     wide = student_logits.astype(accumulation_dtype(student_logits.dtype))
     chosen = jnp.take_along_axis(wide, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     hard = jnp.where(targets < 0, 0, vocab_logsumexp(wide, axis=None) - chosen)

@@ -113,7 +113,7 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str], prog: str = 
         raise UserError("--coordinator: not given; with --nnodes give HOST:PORT of host 0, the same on every host")
     if options.nnodes > 1 and options.min_procs is not None:
         raise UserError("--min-procs: is for one host; with --nnodes use --min-nodes")
-    if options.coordinator is not None and split_address(options.coordinator, "--coordinator", "")[1] == 65535:
+    if options.coordinator is not None and split_address(options.coordinator, "--coordinator")[1] == 65535:
         raise UserError(f"--coordinator: {options.coordinator!r} leaves no next port; allowed: ports below 65535")
     if options.nnodes > 1 and options.log_dir is None and given_run_directory(command, environ) is None:
         raise UserError("--run-dir: not given in the command; with --nnodes give one, the same on every host")

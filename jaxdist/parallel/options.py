@@ -78,7 +78,8 @@ class StepOptions:
             if not hasattr(value := getattr(self, name), "__index__") or value < least:
                 raise UserError(f"{name}: {value!r}; allowed: an integer >= {least}")
         check_sync(self.grad_sync, self.precision.reduce)
-        deterministic, _ = self.grad_sync.deterministic, self.precision.scale_rule  # which checks the scale
+        _ = self.precision.scale_rule  # raises for a scale that is none
+        deterministic = self.grad_sync.deterministic
         check_prefetch(self.prefetch, reshard_after_forward=self.reshard_after_forward, deterministic=deterministic)
         check_batch_split(self.batch_split, prefetch=self.prefetch, deterministic=deterministic)
 

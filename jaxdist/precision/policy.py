@@ -44,10 +44,9 @@ class Precision(NamedTuple):
     @property
     def scale_rule(self) -> LossScale | None:
         """The rule of the loss scale; None if the loss is not scaled. Raises `UserError` for a scale of 0, for one."""
-        rule, given = LossScale("dynamic"), self.loss_scale
-        if given != "dynamic":
-            fixed: Any = float(given) if hasattr(given, "__float__") else given
-            rule = given if isinstance(given, LossScale) else LossScale("fixed", fixed)
+        given: Any = self.loss_scale
+        fixed = LossScale("fixed", float(given) if hasattr(given, "__float__") else given)
+        rule = given if isinstance(given, LossScale) else LossScale("dynamic") if given == "dynamic" else fixed
         check_section(rule, "precision.loss_scale")
         return None if rule.mode == "none" or given == 1 else rule
 

@@ -13,11 +13,10 @@ from flax.traverse_util import unflatten_dict
 from jaxdist.checkpoint.block_order import as_saved, between, in_order_of, saved_order, settings_of_run
 from jaxdist.checkpoint.checksums import CHECKSUMS, verify
 from jaxdist.checkpoint.errors import reading
+from jaxdist.checkpoint.huggingface.convert import recorded_model
 from jaxdist.checkpoint.huggingface.family import POSITIONS
 from jaxdist.checkpoint.reader import FOLDER, Stored, is_complete, leaves_read, open_steps
-from jaxdist.config.load import with_settings
-from jaxdist.config.rules.fields import all_keys, keys, show
-from jaxdist.config.schema import ModelConfig
+from jaxdist.config.rules.fields import keys, show
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError
 from jaxdist.pretrained.source import Pretrained, Say, cast_text
@@ -54,7 +53,7 @@ class Saved(Pretrained):
                 " no ema"
             )
         if "." not in str(meta.get("model", {"name": "."}).get("name", "gpt")):  # a dotted path would be imported
-            self.model = _architecture(meta["model"], f"{key}: step {self._stored.step} of {run}")
+            self.model = recorded_model(meta["model"], f"{key}: step {self._stored.step} of {run}")
         self.lora = _adapters(meta.get("optimizer", {}).get("lora"), self.described)
         self.positions = meta.get("data", {}).get("seq_len")
         folder = meta.get("config", {}).get("data.tokenizer")  # a setting that a resumed run may change
@@ -122,20 +121,6 @@ class Saved(Pretrained):
 def _run_of(step: Path) -> Path:
     """The run directory, or the folder of checkpoints, of a step's folder."""
     return step.parent.parent if step.parent.name == FOLDER else step.parent
-
-
-def _architecture(given: dict[str, Any], where: str) -> ModelConfig:
-    """The model of a record, `resolved`. Anyone may have written it. Raises `UserError`."""
-    usual = ModelConfig(**{name: given[name] for name in ("name",) if name in given})
-    known = {name: key for name, key in all_keys(type(usual)) if not key.nested}
-    if unknown := sorted(given.keys() - known.keys()):
-        raise UserError(
-            f"{where} has a model with the key {show(unknown[0])}, which is not known here; use another run"
-        )
-    model: ModelConfig = with_settings(
-        usual, {name: known[name].check(value, f"model.{name}") for name, value in given.items()}
-    )
-    return model.resolved()
 
 
 def _adapters(given: Any, where: str) -> LoraConfig | None:

@@ -66,16 +66,15 @@ def signs_of_training(whole: Callable[..., tuple[PyTree, PyTree]], given: tuple[
     - given: (params, model_state, batch): arrays or their shapes.
     """
     rows = len(jax.tree.leaves(given[2])[0])
-    *sizes, keys = (len(jax.tree.leaves(part)) for part in (*given, 0))
+    before, batch = len(jax.tree.leaves(given[:2])), len(jax.tree.leaves(given[2]))
     traced, shapes = jax.make_jaxpr(whole, return_shape=True)(*given, jax.eval_shape(lambda: unused_keys(rows)))
     of_sums = [True] * len(jax.tree.leaves(shapes[0])) + [False] * len(jax.tree.leaves(shapes[1]))
     (_, by_sums), (_, by_state) = (
         dce_jaxpr(traced.jaxpr, wanted) for wanted in (of_sums, [not each for each in of_sums])
     )
-    first = sum(sizes[:2])
     signs = {
-        "draws random numbers": by_sums[-keys:],
-        "takes statistics of the batch": by_state[first : first + sizes[2]],
+        "draws random numbers": by_sums[before + batch :],
+        "takes statistics of the batch": by_state[before : before + batch],
     }
     return " and ".join(sign for sign, read in signs.items() if any(read))
 

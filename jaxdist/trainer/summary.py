@@ -204,8 +204,8 @@ def write_summary(run: TrainingRun, samples: str) -> None:
                 give_pictures(run, record)
     measure, baselines = yardsticks(run)
     key = "eval/bits_per_byte" if measure == "bits per byte" else "eval/loss"
-    evaluations = [record for record in records if key in record] if key != "eval/loss" or baselines else []
-    if evaluations:
+    evaluations = [record for record in records if key in record]
+    if evaluations and (baselines or key != "eval/loss"):  # a loss alone was on the console
         loss, step, last = evaluations[-1][key], evaluations[-1]["step"], records[-1]["step"]
         marks = [
             f"{'below' if loss < mark else 'NOT below'} the {name} model's {mark:.3f}"

@@ -611,6 +611,7 @@ def test_states_of_data_are_json() -> None:
 def test_numbers_of_files_with_the_other_byte_order() -> None:
     made = own([{"x": np.arange(8, dtype=">f8"), "y": np.arange(8, dtype=">i4")}]).batch(0)
     same(made, {"x": np.arange(8, dtype=np.float32), "y": np.arange(8, dtype=np.int32)})
+    assert (made["x"].dtype, made["y"].dtype) == (np.float32, np.int32)
 
 
 class Indexed:

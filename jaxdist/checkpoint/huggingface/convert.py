@@ -144,17 +144,28 @@ def _by_leaf(pieces: list[tuple[Tensor, Any, str]]) -> Iterator[tuple[str, Itera
     return groupby(pieces, lambda piece: piece[0].leaf)
 
 
+def recorded_model(given: dict[str, Any], where: str) -> ModelConfig:
+    """The model of a record, `resolved`. Anyone may have written it. Raises `UserError`."""
+    usual = ModelConfig(**{name: given[name] for name in ("name",) if name in given})
+    known = {name: key for name, key in all_keys(type(usual)) if not key.nested}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise UserError(
+            f"{where} has a model with the key {show(unknown[0])}, which is not known here; use another run"
+        )
+    model: ModelConfig = with_settings(
+        usual, {name: known[name].check(value, f"model.{name}") for name, value in given.items()}
+    )
+    return model.resolved()
+
+
 def model_of(stored: Stored) -> tuple[ModelConfig, int]:
     """The model of a checkpoint, `resolved`, and the length of its sequences. Raises `UserError` for one that has no
     format."""
     model, data = (stored.meta.get(name) for name in ("model", "data"))
     if not isinstance(model, dict) or not isinstance(data, dict) or "seq_len" not in data:
         raise UserError(f"{stored.folder}: does not say which model it is of; allowed: checkpoints of scripts/train.py")
-    name = model.get("name", "gpt")
-    check_name(name)  # first: making the options of a dotted path imports it
-    if unknown := sorted(model.keys() - dict(all_keys(type(ModelConfig(name)))).keys()):
-        raise UserError(f"{stored.folder}: has a model with the key {unknown[0]!r}, which is not known here; use a run")
-    return with_settings(ModelConfig(name), model).resolved(), data["seq_len"]
+    check_name(model.get("name", "gpt"))  # first: making the options of a dotted path imports it
+    return recorded_model(model, str(stored.folder)), data["seq_len"]
 
 
 def export(

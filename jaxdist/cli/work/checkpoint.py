@@ -54,7 +54,8 @@ def checkpoint_command(arguments: Namespace, config: Config | None) -> int:
             return check_all(arguments.run_dir)
         elif arguments.command == "export":
             (stored,) = open_steps(arguments.run_dir, step=arguments.step)
-            said = export_as(Stored(stored.folder, ema=arguments.ema), arguments.output, arguments)
+            chosen = Stored(stored.folder, ema=True) if arguments.ema else stored
+            said = export_as(chosen, arguments.output, arguments)
             if stored.averages() and not arguments.ema:
                 said += "; the parameters as trained: --ema exports their moving average, which evaluations take"
             print(f"step {stored.step} to {arguments.output}: {said}")

@@ -65,11 +65,15 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split_address(address: str, key: str = "coordinator", of: str = " in the environment") -> tuple[str, int]:
-    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`. key, of: who gave it, in its text."""
+def split_address(address: str, option: str = "") -> tuple[str, int]:
+    """("host", port) of "host:port" or "[IPv6 address]:port". Raises `UserError`.
+
+    option: that gave the address; by default the environment did.
+    """
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not host.strip("[]"):
-        raise UserError(f"{key}: {address!r}{of} is no address; allowed: host:port of rank 0")
+        said = f"{option}: {address!r}" if option else f"coordinator: {address!r} in the environment"
+        raise UserError(f"{said} is no address; allowed: host:port of rank 0")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
