@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config.entries import StrategyFacts
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.errors import UserError
+from jaxdist.files.launcher_notes import not_joined
 from jaxdist.mesh import HOST, AnyMesh, check_mesh, has_host_memory
 from jaxdist.model import ModelDef, rules_of
 from jaxdist.optim import leave_out, only_trained
@@ -25,7 +26,6 @@ from jaxdist.optim.ema import carrying, not_carrying
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.processes import not_joined
 from jaxdist.specs import (
     SHARD_AXES,
     STACKED,
@@ -332,7 +332,7 @@ def init_state(
     module_init = source.init if isinstance(source, ModuleLoss) else None
     source, model_state = _taken_apart(source, model_state)
     options = make_options(options, keywords)
-    _tell_alone(not_joined(os.environ))
+    _tell_alone(not_joined(os.environ, jax.process_count()))
     target = state_target(source, optimizer, mesh, options, rules=rules, model_state=model_state)
     if not rules:  # by which the user may want all of them whole
         _tell_unsharded(source, options, mesh, target.params)

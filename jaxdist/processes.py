@@ -1,7 +1,7 @@
 """The processes of a job: which one this is, what all of them know, and the key-value store that they share."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,17 +9,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdist.errors import UserError
-
-
-def not_joined(environ: Mapping[str, str]) -> str:
-    """What says that this process should have joined a job, and has not; "" where nothing does."""
-    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE", "")
-    if not rank or not size.isdecimal() or int(size) < 2 or jax.process_count() > 1:
-        return ""
-    return (
-        f"RANK is {rank} and WORLD_SIZE {size}, and this process has joined no job: each would train alone; call"
-        " join_job(find_job(os.environ)) before anything asks for devices (docs/own_loop.md), or unset WORLD_SIZE"
-    )
 
 
 class Place(NamedTuple):

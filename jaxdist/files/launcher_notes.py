@@ -12,6 +12,29 @@ from jaxdist.files.regular import open_to_append
 RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds its checkpoints
 ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
 STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
+# The variables in which launchers give a process its rank and the number of processes.
+RANK_AND_SIZE = (
+    ("RANK", "WORLD_SIZE"),
+    ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+
+
+def not_joined(environ: Mapping[str, str], processes: int) -> str:
+    """What says that this process should have joined a job, and has not; "" where nothing does.
+
+    processes: of the job that it has joined; 1 outside of one.
+    """
+    for rank, size in RANK_AND_SIZE:
+        count = environ.get(size, "")
+        if processes == 1 and environ.get(rank) and count.isdecimal() and int(count) > 1:
+            return (
+                f"{rank} is {environ[rank]} and {size} {count}, and this process has joined no job: each would train"
+                " alone; call join_job(find_job(os.environ)) before anything asks for devices (docs/own_loop.md), or"
+                f" unset {size}"
+            )
+    return ""
 
 
 def latest_step(run: Path) -> int:

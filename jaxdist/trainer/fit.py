@@ -26,6 +26,7 @@ from jaxdist.config.wrong_calls import own_names
 from jaxdist.data import Source
 from jaxdist.data.own_batches import OwnBatches, Placing
 from jaxdist.errors import UserError, nearest
+from jaxdist.files.launcher_notes import not_joined
 from jaxdist.init import ParameterSource, Rules, init_state, state_target
 from jaxdist.mesh import BATCH_AXES, make_mesh
 from jaxdist.model import ModelDef
@@ -38,7 +39,7 @@ from jaxdist.parallel.options import StepOptions, make_options
 from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.parallel.program import check_axes
 from jaxdist.parallel.schedule import UserLoss
-from jaxdist.processes import anywhere, done_by_first, not_joined
+from jaxdist.processes import anywhere, done_by_first
 from jaxdist.runtime.cache import CacheHits
 from jaxdist.runtime.exit_status import DONE, STOPPED
 from jaxdist.runtime.run_folder import leave_stop_note
@@ -193,7 +194,7 @@ def _check(
 ) -> None:
     """Raise `UserError` for likely mistakes. parts: (model, optimizer, mesh). evaluated: (eval_data, eval_loss)."""
     model, optimizer, mesh = parts
-    if said := not_joined(os.environ):
+    if said := not_joined(os.environ, jax.process_count()):
         raise UserError(said)
     check_axes(model, mesh)
     check_optimizer(optimizer)

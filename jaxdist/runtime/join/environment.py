@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxdist.config.resolve import read_count
 from jaxdist.errors import UserError
+from jaxdist.files.launcher_notes import RANK_AND_SIZE
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.job_token import TOKEN, TOKEN_FILE
 
@@ -23,10 +24,7 @@ FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: it is made o
 # The variables of launchers for (rank, number of processes), for an init method that is given without them.
 LAUNCHERS = (
     (RANK, NUM_PROCESSES),
-    ("RANK", "WORLD_SIZE"),
-    ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *RANK_AND_SIZE,
     ("JOB_COMPLETION_INDEX", NUM_PROCESSES),
     ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
 )
