@@ -12,12 +12,15 @@ from jaxdist.files.regular import open_to_append
 RUN_DIR = "JAXDIST_RUN_DIR"  # set by a launcher, so that a restarted run finds its checkpoints
 ATTEMPT = "JAXDIST_ATTEMPT"  # set by a launcher: of the job, from 1
 STOP_NOTE = "JAXDIST_STOP_NOTE"  # set by a launcher: a file that a run makes when it was asked to stop
-# The variables in which launchers give a process its rank and the number of processes.
+# The variables in which launchers give a process its rank and the number of processes. SLURM is the last: mpirun starts
+# a daemon on each host by it, and what the daemons start has their variables, too.
 RANK_AND_SIZE = (
     ("RANK", "WORLD_SIZE"),
     ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),  # mpirun of MPICH and of Intel MPI; srun with some of its plugins, too
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 
 

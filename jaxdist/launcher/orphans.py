@@ -5,8 +5,9 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PR_SET_CHILD_SUBREAPER = 36
 END_S = 5.0  # until a killed process must be gone; one that waits for a dead file system stays
@@ -18,14 +19,30 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> set[int]:
-    """The processes whose parent is this one, those that have ended and are not waited for among them."""
-    found = set()
+class _Process(NamedTuple):
+    """A process of this machine. state: a letter, Z where it has ended and nobody has waited for it."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+
+
+def _processes() -> Iterator[_Process]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has gone meanwhile
-            if int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(folder.name))
-    return found
+            state, parent, group = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
+            yield _Process(int(folder.name), state, int(parent), int(group))
+
+
+def children() -> set[int]:
+    """The processes whose parent is this one, those that have ended and are not waited for among them."""
+    return {process.pid for process in _processes() if process.parent == os.getpid()}
+
+
+def group_runs(group: int) -> bool:
+    """Whether a process of this group has not ended."""
+    return any(process.group == group and process.state != "Z" for process in _processes())
 
 
 def reap_orphans(own: Collection[int]) -> None:

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 
 from jaxdist.files.launcher_notes import STOP_NOTE
 from jaxdist.launcher.options import Plan
-from jaxdist.launcher.orphans import adopt_orphans, children, end_orphans, reap_orphans
+from jaxdist.launcher.orphans import adopt_orphans, children, end_orphans, group_runs, reap_orphans
 from jaxdist.runtime.exit_status import STOPPED, WRONG
 from jaxdist.runtime.output import LastingFile
 from jaxdist.runtime.rank_names import name_ranks
@@ -25,6 +25,7 @@ POLL_S = 0.02
 SHOWN_LINE = 1 << 16  # bytes; a longer line is shown in parts
 # Statuses of ranks that were told to stop. A rank without a handler still imports, and has nothing to save.
 HALTED = (0, STOPPED, -signal.SIGTERM)
+BY_SIGTERM = (signal.SIGTERM, 128 + signal.SIGTERM)  # of a process, and as a shell gives that of its child
 HERE = Path(__file__).parent
 
 
@@ -82,11 +83,18 @@ class Rank:
             self.killed |= number == signal.SIGKILL
             os.killpg(self.process.pid, number)
 
-    def ended(self) -> bool:
+    def ended(self, *, asked: bool = False) -> bool:
         """Whether the process has ended; then all that it has started is ended, too, before its number is free
-        again."""
+        again.
+
+        asked: whether ranks were asked to stop. SIGTERM ends a shell at once, while the program that it has started
+        still saves: such a rank runs as long as anything of its group does.
+        """
         if self.status is None:
-            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                return False
+            if asked and end.si_status in BY_SIGTERM and group_runs(self.process.pid):
                 return False
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -201,7 +209,7 @@ class Attempt:
         """
         grace, deadline, tell, told, remind = self.plan.grace, float("inf"), 0.0, False, float("inf")
         patience = max(grace, 1.0)  # ranks that stop at once are not told of, with --grace 0 either
-        while running := self._running():
+        while running := self._running(asked=bool(signals)):
             now = time.monotonic()
             if self.screen.lost and not signals:
                 signals.append(signal.SIGPIPE)
@@ -233,11 +241,11 @@ class Attempt:
         signals.append(0)
         return True
 
-    def _running(self) -> list[Rank]:
-        """The processes that still run. Those that have ended since the last look are added to `order`."""
+    def _running(self, *, asked: bool = False) -> list[Rank]:
+        """The processes that still run; asked: see `Rank.ended`. Those that have ended since the last look are added to `order`."""
         running = []
         for rank in self.ranks:
-            if not rank.ended():
+            if not rank.ended(asked=asked):
                 running.append(rank)
             elif rank not in self.order:
                 self.order.append(rank)

@@ -36,6 +36,7 @@ OWN = {"JAXDIST_NUM_PROCESSES": "4", "JAXDIST_RANK": "3"}
 TORCH = {"MASTER_ADDR": "node9", "MASTER_PORT": "1", "WORLD_SIZE": "8", "RANK": "5"}
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "5000", "SLURM_STEP_ID": "2"}
 MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+ON_A = Job(f"a:{61440 + 2178}", 4, 3, name="5000.2")
 JOBSET = {"JOBSET_NAME": "big", "REPLICATED_JOB_NAME": "w", "JOB_COMPLETION_INDEX": "1", "PODS_PER_JOB": "2"}
 
 
@@ -51,21 +52,31 @@ JOBSET = {"JOBSET_NAME": "big", "REPLICATED_JOB_NAME": "w", "JOB_COMPLETION_INDE
         (TCP | {"JAXDIST_NUM_PROCESSES": "3", "JOB_COMPLETION_INDEX": "2"}, Job("node1:29500", 3, 2)),
         (TCP | OWN | {"JAXDIST_INIT_METHOD": "tcp://[fd00::2]:7"}, Job("[fd00::2]:7", 4, 3)),
         # The port is of the number of the job and the step; the host the first of the step.
-        (SLURM | {"SLURM_STEP_NODELIST": "a7"}, Job(f"a7:{61440 + 5002 % 4096}", 4, 3)),
-        (SLURM | {"SLURM_STEP_NODELIST": "a[007-015,020],b"}, Job(f"a007:{61440 + 906}", 4, 3)),
-        (SLURM | {"SLURM_STEP_NODELIST": "a,b[1-2]"}, Job(f"a:{61440 + 906}", 4, 3)),
-        (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]node[1-8]"}, Job(f"rack1node1:{61440 + 906}", 4, 3)),
-        (SLURM | {"SLURM_STEP_NODELIST": "n[1-4,9]-ib,m[1-2]"}, Job(f"n1-ib:{61440 + 906}", 4, 3)),
+        (SLURM | {"SLURM_STEP_NODELIST": "a7"}, Job(f"a7:{61440 + 80002 % 4096}", 4, 3, name="5000.2")),
+        (SLURM | {"SLURM_STEP_NODELIST": "a[007-015,020],b"}, Job(f"a007:{61440 + 2178}", 4, 3, name="5000.2")),
+        (SLURM | {"SLURM_STEP_NODELIST": "a,b[1-2]"}, Job(f"a:{61440 + 2178}", 4, 3, name="5000.2")),
+        (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]node[1-8]"}, Job(f"rack1node1:{61440 + 2178}", 4, 3, name="5000.2")),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[1-4,9]-ib,m[1-2]"}, Job(f"n1-ib:{61440 + 2178}", 4, 3, name="5000.2")),
         (
             SLURM | {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"},
-            Job(f"a:{61440 + 906}", 4, 3, (1,)),
+            Job(f"a:{61440 + 2178}", 4, 3, (1,), name="5000.2"),
         ),
         (
             MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.1.0.1:34911"},
-            Job(f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 2, 1),
+            Job(f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 2, 1, name="1531576320"),
         ),
-        (MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43370"}, Job("[fe80::1]:61441", 2, 1)),
-        (MPI, Job(None, None, None, detect=True)),
+        (
+            MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43370"},
+            Job("[fe80::1]:61441", 2, 1, name="4096"),
+        ),
+        (MPI, Job(None, 2, None, detect=True)),
+        # mpirun in a SLURM allocation: SLURM's variables are of mpirun's daemons.
+        (SLURM | MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.1.0.1:1"}, Job("10.1.0.1:61441", 2, 1, name="4096")),
+        (SLURM | {"PMI_SIZE": "4", "PMI_RANK": "3", "SLURM_STEP_NODELIST": "a"}, ON_A),
+        (TCP | SLURM | {"PMI_SIZE": "8", "PMI_RANK": "5"}, Job("node1:29500", 8, 5)),
+        (TORCH | {"TORCHELASTIC_RUN_ID": "r"}, Job("node9:2", 8, 5, name="r")),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0", "JAX_PROCESS_ID": "0"}, None),
+        ({"NUM_PROCESSES": "4", "PROCESS_ID": "1"}, None),
         (JOBSET, Job("big-w-0-0.big:55527", 2, 1)),
         (
             JOBSET | {"JOB_INDEX": "2", "REPLICATED_JOB_REPLICAS": "3", "JOBSET_PORT": "99", "JOBSET_SUBDOMAIN": "net"},
@@ -101,6 +112,13 @@ def test_job_in_the_environment(environ: Environ, job: Job | None) -> None:
             {"RANK": "0", "WORLD_SIZE": "2"},
             "^MASTER_ADDR: not set, though RANK is 0 and WORLD_SIZE 2; set it and MASTER_",
         ),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "^PMI_SIZE: 4, but nothing says where process 0 is.*--init-method"),
+        (SLURM | {"PMI_SIZE": "8", "PMI_RANK": "1", "SLURM_STEP_NODELIST": "a"}, "^PMI_SIZE: 8, but nothing says"),
+        ({"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "1"}, "^MV2_COMM_WORLD_SIZE: 4, but nothing says"),
+        ({"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}, "^JAX_NUM_PROCESSES: 4, but nothing says"),
+        (OWN, "^JAXDIST_NUM_PROCESSES: 4, but nothing says"),
+        ({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "1"}, "^WORLD_SIZE: 4, but nothing says"),
+        ({"COORDINATOR_ADDRESS": "a", "NUM_PROCESSES": "4", "PROCESS_ID": "1"}, "^NUM_PROCESSES: 4, but nothing says"),
         (TORCH | {"RANK": ""}, "^RANK: not set in the environment, though WORLD_SIZE is; allowed"),
         (TORCH | {"MASTER_PORT": ""}, "^MASTER_PORT: not set in the environment, though WORLD_SIZE is; allowed"),
         (TORCH | {"MASTER_PORT": "x"}, "^MASTER_PORT: 'x' in the environment is no port; allowed"),
@@ -325,7 +343,7 @@ def test_another_job_is_not_joined() -> None:
     server = listen("127.0.0.1", 0, 1)
     where = server.getsockname()
     process_0, stray = take(server, processes=2), call(where, 1, processes=2, seconds=0.6, key="other")
-    assert isinstance(stray.get(), MissingPeers) and "JAXDIST_JOB_ID is not the same" in str(stray.get())
+    assert isinstance(stray.get(), MissingPeers) and "its name is not the same" in str(stray.get())
     own = call(where, 1, processes=2)
     assert process_0.get() is None
     with serve(where):
@@ -532,7 +550,7 @@ def test_only_the_chosen_address_listens(host: str, tmp_path: Path) -> None:
             port = str(probe.getsockname()[1])
         method = {"OMPI_MCA_orte_hnp_uri": f"4096.0;usock;tcp://{wanted}:9", "OMPI_COMM_WORLD_SIZE": "2"}
         method, rank_of = method | {"JAX_COORDINATOR_PORT": port}, "OMPI_COMM_WORLD_RANK"
-        assert find_job(method | {rank_of: "0"}) == Job(None, None, None, detect=True)
+        assert find_job(method | {rank_of: "0"}) == Job(None, 2, None, detect=True)
     started = [start(method | {rank_of: str(rank)}, tmp_path) for rank in range(2)]
     try:
         ended = [process.communicate(timeout=60) for process in started]

@@ -20,7 +20,8 @@ INIT_METHOD, NUM_PROCESSES, RANK = "JAXDIST_INIT_METHOD", "JAXDIST_NUM_PROCESSES
 JOB_ID = "JAXDIST_JOB_ID"  # processes with different ones do not join each other
 FREE_PORT = "JAXDIST_FREE_PORT"  # set by a launcher that has chosen the coordinator's port, and can choose another
 KUBERNETES_PORT = 55527  # of the coordinator of a JobSet, where JOBSET_PORT gives none; JAX's own choice
-FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: it is made of the job's number, as JAX does
+FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: it is made of the job's number
+STEPS = 16  # ports from one SLURM job to the next: steps of neighbouring jobs may run on one host
 # The variables of launchers for (rank, number of processes), for an init method that is given without them.
 LAUNCHERS = (
     (RANK, NUM_PROCESSES),
@@ -28,6 +29,7 @@ LAUNCHERS = (
     ("JOB_COMPLETION_INDEX", NUM_PROCESSES),
     ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
 )
+KUBEFLOW = (("PROCESS_ID", "NUM_PROCESSES"),)  # of a JAXJob
 
 
 class Job(NamedTuple):
@@ -39,6 +41,7 @@ class Job(NamedTuple):
     gpus: tuple[int, ...] | None = ()  # indices of its GPUs; (): all that it sees; None: those of JAX_LOCAL_DEVICE_IDS
     detect: bool = False  # whether JAX must find out the rest: a SLURM or MPI job with variables missing
     file: str | None = None  # in place of a coordinator: where process 0 writes its address
+    name: str = ""  # that its launcher gives it; processes of jobs with other names do not join each other
 
 
 _integer = functools.partial(read_count, at_least=0)
@@ -52,9 +55,12 @@ def find_job(environ: Mapping[str, str]) -> Job | None:
        JAXDIST_RANK, or the rank and number that a launcher gives;
     2. JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID;
     3. torchrun's MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK;
-    4. a SLURM step, then an Open MPI job, of more than one task;
+    4. an Open MPI job, then a SLURM step, of more than one task;
     5. a Kubernetes JobSet: see `_jobset`. In an indexed Job, which tells a pod its index and nothing else,
        JOB_COMPLETION_INDEX stands in for the rank that 1, 2 or 3 lack.
+
+    Raises `UserError` where variables make no sense, and where a launcher has started several processes and none of the
+    above says where process 0 is: each would train alone.
     """
     gpus = local_gpus(environ)
     index = "JOB_COMPLETION_INDEX"
@@ -70,21 +76,36 @@ def find_job(environ: Mapping[str, str]) -> Job | None:
         own = index if "RANK" not in environ and index in environ else "RANK"
         address = f"{environ['MASTER_ADDR']}:{port}"
         count, rank = _integer(environ, "WORLD_SIZE"), _integer(environ, own, beside="WORLD_SIZE")
-        return _check_job(address, count, rank, gpus)
-    if environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
-        return _slurm(environ, gpus)
-    if environ.get("OMPI_COMM_WORLD_SIZE", "1") not in ("", "1"):
+        return _check_job(address, count, rank, gpus, environ.get("TORCHELASTIC_RUN_ID", ""))
+    if _several(environ, "OMPI_COMM_WORLD_SIZE"):
         return _open_mpi(environ, gpus)
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if _several(environ, "SLURM_STEP_NUM_TASKS") and environ.get("PMI_SIZE", tasks) == tasks:
+        return _slurm(environ, gpus)
     if environ.get("JOBSET_NAME") and index in environ:
         return _jobset(environ, gpus)
     if environ.get("JAX_COORDINATOR_ADDRESS"):  # every process would train alone, all of them into one folder
         raise UserError("JAX_COORDINATOR_ADDRESS is set, but JAX_NUM_PROCESSES is not; set JAX_PROCESS_ID too")
-    if environ.get("RANK") and environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise UserError(
-            f"MASTER_ADDR: not set, though RANK is {environ['RANK']} and WORLD_SIZE {environ['WORLD_SIZE']}; set it and"
-            " MASTER_PORT to those of rank 0, or unset RANK and WORLD_SIZE"
-        )
+    for rank_of, size in (*LAUNCHERS, *KUBEFLOW * bool(environ.get("COORDINATOR_ADDRESS"))):
+        if environ.get(rank_of) and _several(environ, size):
+            raise UserError(_unplaced(environ, rank_of, size))
     return None
+
+
+def _several(environ: Mapping[str, str], size: str) -> bool:
+    """Whether this variable tells of more than one process."""
+    return environ.get(size, "") not in ("", "0", "1")
+
+
+def _unplaced(environ: Mapping[str, str], rank: str, size: str) -> str:
+    """The message about a launcher that does not say where process 0 is."""
+    if rank == "RANK":
+        said = f"{rank} is {environ[rank]} and {size} {environ[size]}"
+        return f"MASTER_ADDR: not set, though {said}; set it and MASTER_PORT to those of rank 0, or unset {rank} and {size}"
+    return (
+        f"{size}: {environ[size]}, but nothing says where process 0 is, and each process would train alone; give"
+        f" --init-method tcp://HOST:PORT of process 0, or unset {size}"
+    )
 
 
 def _by_method(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | None:
@@ -120,11 +141,12 @@ def _slurm(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {hosts!r} names no host first; give --init-method tcp://HOST:PORT")
     step = environ.get("SLURM_STEP_ID", "0")  # two steps of one job may run at once
-    number = int(environ["SLURM_JOB_ID"]) + (int(step) if step.isdigit() else 0)
+    number = int(environ["SLURM_JOB_ID"]) * STEPS + (int(step) if step.isdigit() else 0)
     first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
     address = f"{first}:{FIRST_PORT + number % PORTS}"
     count, rank = _integer(environ, "SLURM_STEP_NUM_TASKS"), _integer(environ, "SLURM_PROCID")
-    return _check_job(address, count, rank, gpus) or Job(None, None, None, gpus, detect=True)
+    name = f"{environ['SLURM_JOB_ID']}.{step}"
+    return _check_job(address, count, rank, gpus, name) or Job(None, None, None, gpus, detect=True)
 
 
 def _open_mpi(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
@@ -132,11 +154,11 @@ def _open_mpi(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
     0, as JAX does. Version 5 does not: JAX asks mpi4py, where it can."""
     match = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:\[]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     if match is None or not environ.get("OMPI_COMM_WORLD_RANK"):
-        return Job(None, None, None, gpus, detect=True)
+        return Job(None, _integer(environ, "OMPI_COMM_WORLD_SIZE"), None, gpus, detect=True)
     host = f"[{match[2]}]" if match[2] else match[3]
     address = f"{host}:{FIRST_PORT + int(match[1]) // 4096 % PORTS}"  # its job numbers are multiples of 4096
     count, rank = _integer(environ, "OMPI_COMM_WORLD_SIZE"), _integer(environ, "OMPI_COMM_WORLD_RANK")
-    return _check_job(address, count, rank, gpus) or Job(None, None, None, gpus, detect=True)
+    return _check_job(address, count, rank, gpus, match[1]) or Job(None, None, None, gpus, detect=True)
 
 
 def _jobset(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job | None:
@@ -226,11 +248,11 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
     return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else max(tasks, key=int, default="1")
 
 
-def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None) -> Job | None:
+def _check_job(coordinator: str, processes: int, rank: int, gpus: tuple[int, ...] | None, name: str = "") -> Job | None:
     split_address(coordinator)
     if rank >= processes:
         raise UserError(f"rank {rank} of a job of {processes} processes; allowed: 0 to the number of processes - 1")
-    return Job(coordinator, processes, rank, gpus) if processes > 1 else None
+    return Job(coordinator, processes, rank, gpus, name=name) if processes > 1 else None
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:

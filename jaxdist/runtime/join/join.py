@@ -56,7 +56,8 @@ def _detect(job: Job, seconds: float) -> Job:
         )
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"the launcher of this job leaves out what JAX needs ({error}); give --init-method") from error
-    if coordinator is None or processes is None or rank is None or not 0 <= rank < processes:
+    other = job.processes not in (None, processes)  # SLURM's daemons of mpirun, in place of what mpirun has started
+    if coordinator is None or processes is None or rank is None or not 0 <= rank < processes or other:
         found = f"coordinator {coordinator}, {processes} processes, rank {rank}"
         raise UserError(f"the launcher of this job leaves out what JAX needs ({found}); give --init-method")
     return job._replace(coordinator=coordinator, processes=processes, rank=rank, detect=False)
@@ -64,7 +65,7 @@ def _detect(job: Job, seconds: float) -> Job:
 
 def _lead(job: Job, processes: int, seconds: float) -> str:
     """Take the roll, as process 0. Returns the "address:port" that it listened on, which is free again."""
-    key, token = os.environ.get(JOB_ID, ""), read_token(os.environ)
+    key, token = os.environ.get(JOB_ID) or job.name, read_token(os.environ)
     if job.file is None:
         assert job.coordinator is not None
         host, port = split_address(os.environ.get(BIND) or job.coordinator)
@@ -92,7 +93,7 @@ def _lead(job: Job, processes: int, seconds: float) -> str:
 
 def _follow(job: Job, rank: int, processes: int, seconds: float) -> str:
     """Answer the roll, as any other process. Returns the "address:port" of process 0's service."""
-    key, token = os.environ.get(JOB_ID, ""), read_token(os.environ)
+    key, token = os.environ.get(JOB_ID) or job.name, read_token(os.environ)
 
     def find() -> Meeting | None:
         if job.file is None:

@@ -236,7 +236,7 @@ class _Caller:
                 if status == "missing":
                     raise MissingPeers(text)
                 if status == "other":
-                    self.state = f"at {where} a process 0 waits, but for another job (JAXDIST_JOB_ID is not the same)"
+                    self.state = f"at {where} a process 0 waits, but for another job (its name is not the same)"
                 if status != "waiting":
                     return False
                 self.state = f"process 0 at {where} waits for {text}"
