@@ -67,12 +67,16 @@ def main(argv: Sequence[str], prog: str = "jaxdist elastic") -> int:
     path, overrides = take_config(parser, arguments)
     _check(arguments)
     config = load_config(path, overrides)
+    from jaxdist.files.regular import remove_empty
     from jaxdist.files.user_path import user_path
     from jaxdist.runtime.run_folder import new_run_directory
 
     given = arguments.run_dir
-    folder = user_path(given, key="--run-dir") if given else new_run_directory(path)
-    return _run(config, arguments, folder)
+    folder = user_path(given, key="--run-dir") if given else new_run_directory(path, make=True)
+    try:
+        return _run(config, arguments, folder)
+    finally:
+        remove_empty(*(folder, folder.parent) * (not given))  # made in vain where the run could not begin
 
 
 def _check(arguments: Namespace) -> None:

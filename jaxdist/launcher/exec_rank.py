@@ -12,11 +12,16 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def become_rank(launcher: int, cpus: str, command: list[str]) -> int:
-    """Run the command in place of this program. Returns only if that fails: 2, or 1 where the launcher is gone."""
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends. Ends it where that is so already. parent: its number."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it was dead before the line above
-        return 1
+    if os.getppid() != parent:  # it was dead before the line above
+        os._exit(1)
+
+
+def become_rank(launcher: int, cpus: str, command: list[str]) -> int:
+    """Run the command in place of this program. Returns only if that fails: 2."""
+    die_with_parent(launcher)
     if cpus:
         os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
     try:

@@ -42,7 +42,7 @@ _MESSAGES: tuple[Shape, ...] = (
     {"status": one_of("hello"), "node": whole(1), "nnodes": whole(1), "procs": whole(1, MAX_COUNT), "launcher": string},
     {"status": one_of("refused"), "text": string},
     {"status": one_of("start"), "attempt": whole(1), "place": row(*[whole()] * 4, string, whole(1, 65535), string)},
-    {"status": one_of("failed", "stop")},
+    {"status": one_of("failed", "stop", "asked")},
     {
         "status": one_of("ended"),
         "statuses": table(digits, whole(-255, 255)),
@@ -77,6 +77,14 @@ class _Host:
     ranks: range = range(0)
 
 
+def _add_stop(signals: list[int]) -> bool:
+    """Add a 0 to the signals if there are none. Whether there were none."""
+    if signals:
+        return False
+    signals.append(0)
+    return True
+
+
 class FirstHost(Peers):
     """The launcher of host 0, in its dealings with those of the other hosts."""
 
@@ -85,10 +93,12 @@ class FirstHost(Peers):
     ) -> None:
         self.where, self.nnodes, self.min_nodes, self.seconds, self.grace = where, nnodes, min_nodes, seconds, grace
         self.connections = Connections(listen(*where, NAME_S), Door("launcher", token, _MESSAGES), LOST_S)
+        self.name = secrets.token_hex(8)  # of the job, in all its attempts
         self.known: dict[Connection, _Host] = {}
         self.active: dict[int, _Host] = {}  # the hosts of this attempt, by number
         self.ends: dict[int, JsonObject] = {}  # how the ranks of each have ended, as it said
         self.failed = self.told = False  # whether one of them has failed, and whether they were told to stop
+        self.passed_on = False  # whether they were told that one of them was asked to stop
 
     def meet(self, procs: int, attempt: int, signals: list[int]) -> HostPlace | None:
         """Wait for the other hosts and say who starts what. None after a signal. Raises `MissingPeers`."""
@@ -107,8 +117,9 @@ class FirstHost(Peers):
                     break
                 raise MissingPeers(f"{_hosts(missing)} of {self.nnodes} did not come to {shown} in {self.seconds:g} s")
             time.sleep(POLL_S)
-        self.active, self.ends, self.failed, self.told = dict(sorted(ready.items())), {}, False, False
-        job, world = f"{secrets.token_hex(8)}-{attempt}", procs + sum(host.procs for host in ready.values())
+        self.active, self.ends = dict(sorted(ready.items())), {}
+        self.failed = self.told = self.passed_on = False
+        job, world = f"{self.name}-{attempt}", procs + sum(host.procs for host in ready.values())
         first, place = procs, HostPlace(0, len(ready) + 1, 0, world, self.where[0], self.where[1] + 1, job)
         for node, host in enumerate(self.active.values(), start=1):
             own, host.ranks = place._replace(node=node, first_rank=first), range(first, first + host.procs)
@@ -157,6 +168,15 @@ class FirstHost(Peers):
                 host.connection.send({"status": "stop"})
         return self.failed
 
+    def asked(self, signals: list[int]) -> bool:
+        """See `Peers`. The others are told, too: their ranks may wait for some that do not come any more."""
+        if self.passed_on or not any(said["stopped"] for said in self.ends.values()):
+            return False
+        self.passed_on = True
+        for host in self.active.values():
+            host.connection.send({"status": "asked"})
+        return _add_stop(signals)
+
     def _read(self) -> None:
         """Hear all hosts, also those that have just come: they are taken in before the next attempt."""
         for connection, messages in self.connections.poll(0):
@@ -204,8 +224,8 @@ class FirstHost(Peers):
             statuses |= {int(rank): int(status) for rank, status in said["statuses"].items()}
             killed |= set(said["killed"])
             causes.append(said["cause"])
-            if said["stopped"] and not signals:
-                signals.append(0)
+            if said["stopped"]:
+                _add_stop(signals)
         cause = first_cause([(rank, statuses[rank]) for rank in causes if rank is not None])
         return Outcome(statuses, cause, frozenset(killed), set(self.active) != set(self.ends))
 
@@ -227,6 +247,7 @@ class OtherHost(Peers):
         self.door = Door("launcher", token, _MESSAGES)
         self.connection: Connection | None = None
         self.failed = self.told = False  # whether another host has failed; whether host 0 knows that this one has
+        self.stop = False  # whether host 0 has said that another host was asked to stop
         self.verdict: JsonObject | None = None  # of host 0 on the last attempt
         self.begin: JsonObject | None = None  # what host 0 has said of the next one
         self.attempt, self.launcher = 0, secrets.token_hex(8)
@@ -269,15 +290,21 @@ class OtherHost(Peers):
         self._read(self.connection)
         return self.failed
 
+    def asked(self, signals: list[int]) -> bool:
+        """See `Peers`."""
+        return self.stop and _add_stop(signals)
+
     def _read(self, connection: Connection) -> None:
         for said in connection.receive():
             status = said["status"]
             if status == "refused":
                 raise UserError(said["text"])
             if status == "start":  # it may come together with the verdict on the last attempt
-                self.begin, self.failed = said, False
+                self.begin, self.failed, self.stop = said, False, False
             elif status == "stop":
                 self.failed = True
+            elif status == "asked":
+                self.stop = True
             elif status in ("again", "over"):
                 self.verdict = said
         self.failed |= not connection.open

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jaxdist.runtime.exit_status import STOP_SIGNALS
+
 
 @contextlib.contextmanager
 def noted_signals(signals: list[int], same_s: float = 0.0) -> Iterator[None]:
-    """A context in which SIGHUP, SIGINT and SIGTERM are only added to `signals`. In a thread other than the main one
-    nothing changes. SIGHUP and SIGINT stay ignored where they are, as under nohup and in the background of a script.
+    """A context in which `STOP_SIGNALS` are only added to `signals`. In a thread other than the main one nothing
+    changes. All but SIGTERM stay ignored where they are, as under nohup and in the background of a script.
 
     Args:
         signals: Where to add them.
@@ -27,7 +29,7 @@ def noted_signals(signals: list[int], same_s: float = 0.0) -> Iterator[None]:
         first.append(now)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, note)
     try:

@@ -1,6 +1,7 @@
 """Command lines of the form OPTIONS -- COMMAND, and the options of `scripts/launch.py`."""
 
 import argparse
+import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ _EXAMPLES = (
     "jaxdist launch -n 8 --nnodes 2 --node-rank 0 --coordinator host0:9876 -- jaxdist train my.yaml --run-dir my",
 )
 MAX_COUNT = 100_000  # of processes or hosts
+FRUITLESS = 3  # without a newer checkpoint
 AMOUNT = numeric(float, at_least=0, below=1e6)  # of CPUs or GPUs of a host
 
 
@@ -85,8 +87,11 @@ def make_parser(prog: str = "jaxdist launch") -> CommandParser:
     add("--coordinator", metavar="HOST:PORT", help=text)
     text = f"with --nnodes: holds a secret, the same on every host, by which they know each other; or set {TOKEN}"
     add("--token-file", metavar="FILE", help=text)
-    text = "give up after so many restarts without a newer checkpoint (default: 3)"
-    add("--max-restarts", type=ordinal, default=3, metavar="N", help=text)
+    text = (
+        f"give up after so many restarts without a newer checkpoint (default: {FRUITLESS}; 0 for jaxdist doctor, eval"
+    )
+    text += " and others that do not train)"
+    add("--max-restarts", type=ordinal, metavar="N", help=text)
     add("--ray", action="store_true", help="start on hosts of a Ray cluster: that of RAY_ADDRESS, or this machine")
     add("--host-cpus", type=AMOUNT, metavar="C", help="with --ray: CPUs that Ray reserves on each host (default: 1)")
     add("--host-gpus", type=AMOUNT, metavar="G", help="with --ray: GPUs that it reserves on each host (default: none)")
@@ -103,8 +108,10 @@ def make_parser(prog: str = "jaxdist launch") -> CommandParser:
     return parser
 
 
-def make_plan(arguments: Sequence[str], environ: Mapping[str, str], prog: str = "jaxdist launch") -> Plan:
-    """Read a command line. Raises `UserError`."""
+def make_plan(
+    arguments: Sequence[str], environ: Mapping[str, str], prog: str = "jaxdist launch", *, make: bool = False
+) -> Plan:
+    """Read a command line. Raises `UserError`. make: a run directory that is not given is made: it is nobody else's."""
     before, command = split_command(arguments)
     options = make_parser(prog).parse_args(before)
     check_command(command)
@@ -117,15 +124,16 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str], prog: str = 
         raise UserError(f"--coordinator: {options.coordinator!r} leaves no next port; allowed: ports below 65535")
     if options.nnodes > 1 and options.log_dir is None and given_run_directory(command, environ) is None:
         raise UserError("--run-dir: not given in the command; with --nnodes give one, the same on every host")
-    run_dir = run_directory_of(command, environ)
     token = read_token({**environ, TOKEN_FILE: options.token_file} if options.token_file else environ)
     for name in ("--ray", "--host-cpus", "--host-gpus"):  # a plan is of one host; jaxdist.elastic.launch reads these
         if vars(options).pop(name[2:].replace("-", "_")):
             raise UserError(f"{name}: only with --ray, by the command jaxdist launch")
     del options.token_file
+    run_dir = run_directory_of(command, environ, make=make)
     made = {
         "command": command,
         "token": token or (new_token() if options.nnodes == 1 else ""),
+        "max_restarts": _restarts(command) if options.max_restarts is None else options.max_restarts,
         "min_procs": options.min_procs or options.procs,
         "min_nodes": options.min_nodes or options.nnodes,
         "run_dir": run_dir,
@@ -133,6 +141,14 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str], prog: str = 
         "log_option": "--run-dir" if options.log_dir is None else "--log-dir",
     }
     return Plan(**vars(options) | made)
+
+
+def _restarts(command: Sequence[str]) -> int:
+    """The restarts of a command that are allowed by default. What does not train has no checkpoints, and its status 1
+    says what it has found."""
+    words = itertools.pairwise(command)
+    own = next((after for word, after in words if Path(word).name == "jaxdist"), "train")
+    return FRUITLESS if own == "train" else 0
 
 
 def _check_numbers(options: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from jaxdist.runtime.rank_names import name_ranks
 from jaxdist.runtime.run_folder import open_log
 
 POLL_S = 0.02
+LINE_S = 1.0  # in which a line of the launcher's own is read, or it does not wait for it
 SHOWN_LINE = 1 << 16  # bytes; a longer line is shown in parts
 # Statuses of ranks that were told to stop. A rank without a handler still imports, and has nothing to save.
 HALTED = (0, STOPPED, -signal.SIGTERM)
@@ -56,14 +57,23 @@ class Screen:
 
     def __init__(self) -> None:
         self.lost = False
+        self._saying: threading.Thread | None = None  # a line of the launcher's own, which nobody has read yet
         self.files = {stream: LastingFile(stream, self._lose) for stream in (1, 2)}
 
     def _lose(self) -> None:
         self.lost = True
 
     def write(self, stream: int, line: bytes) -> None:
-        """Write a whole line, with its end, to stream 1 or 2."""
+        """Write a whole line, with its end, to stream 1 or 2. Waits for its reader."""
         self.files[stream].write(line if line.endswith(b"\n") else line + b"\n")
+
+    def say(self, line: bytes) -> None:
+        """Write a line of the launcher's own to stream 2. It waits `LINE_S` at most: where nobody reads, signals count
+        all the same, and the line is dropped if one before it still waits."""
+        if self._saying is None or not self._saying.is_alive():
+            self._saying = threading.Thread(target=self.write, args=(2, line), daemon=True)
+            self._saying.start()
+            self._saying.join(LINE_S)
 
 
 @dataclass
@@ -76,6 +86,7 @@ class Rank:
     pumps: list[threading.Thread] = field(default_factory=list)
     status: int | None = None
     killed: bool = False
+    outlived: bool = False  # by what it has started, after SIGTERM
 
     def send(self, number: int) -> None:
         """Send a signal to the process and all that it has started."""
@@ -95,10 +106,12 @@ class Rank:
             if end is None:
                 return False
             if asked and end.si_status in BY_SIGTERM and group_runs(self.process.pid):
+                self.outlived = True
                 return False
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.status = self.process.wait()
+            status = self.process.wait()
+            self.status = -signal.SIGKILL if self.outlived and self.killed else status
         return True
 
 
@@ -213,7 +226,7 @@ class Attempt:
             now = time.monotonic()
             if self.screen.lost and not signals:
                 signals.append(signal.SIGPIPE)
-            if self._asked(signals, note):
+            if self._asked(signals, note) or peers.asked(signals):
                 tell = now + grace
             if signals and not told and now >= tell:
                 told, remind = True, now + patience
@@ -242,7 +255,8 @@ class Attempt:
         return True
 
     def _running(self, *, asked: bool = False) -> list[Rank]:
-        """The processes that still run; asked: see `Rank.ended`. Those that have ended since the last look are added to `order`."""
+        """The processes that still run. Those that have ended since the last look are added to `order`. asked: see
+        `Rank.ended`."""
         running = []
         for rank in self.ranks:
             if not rank.ended(asked=asked):
@@ -281,4 +295,8 @@ class Peers:
     def lost(self, *, failed: bool) -> bool:
         """Whether ranks of another host have failed. failed: whether ranks of this host have; the others are told
         then."""
+        return False
+
+    def asked(self, signals: list[int]) -> bool:
+        """Whether another host was asked to stop and this one was not; then a 0 is added to the signals."""
         return False

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import secrets
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -11,12 +12,15 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from jaxdist.launcher.ranks import HostPlace
+from jaxdist.launcher.exec_rank import die_with_parent
+from jaxdist.launcher.note_signals import noted_signals
+from jaxdist.launcher.ranks import POLL_S, HostPlace
 from jaxdist.launcher.supervisor import rank_environ
+from jaxdist.runtime.exit_status import SAME_S
 from jaxdist.runtime.network.addresses import free_port
 from jaxdist.runtime.network.job_token import TOKEN, new_token
 
-GRACE_S = 5.0  # for a process to end after SIGTERM
+GRACE_S = 5.0  # for the others to end after SIGTERM, where one has failed
 MESSAGE = 15_000  # last characters of a traceback: so many fit into a pipe that nobody reads yet
 
 
@@ -36,9 +40,15 @@ class SpawnError(RuntimeError):
 
 
 def _run(
-    fn: Callable[..., Any], rank: int, args: tuple[Any, ...], environ: Mapping[str, str], report: connection.Connection
+    fn: Callable[..., Any],
+    rank: int,
+    args: tuple[Any, ...],
+    environ: Mapping[str, str],
+    report: connection.Connection,
+    parent: int,
 ) -> None:
     """Call `fn` in a new process, and send the traceback if it fails."""
+    die_with_parent(parent)
     os.environ.clear()
     os.environ.update(environ)
     try:
@@ -61,6 +71,9 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
     under `if __name__ == "__main__"`. Raises `SpawnError`, with rank and traceback, for the first process that fails,
     after ending the others.
 
+    A signal that asks to stop, such as Ctrl-C or SIGTERM, is passed on as SIGTERM, and takes effect here when all
+    processes have ended: they may save meanwhile. A second one kills them. They die with this process.
+
     >>> jaxdist.spawn(print, 2, args=("is my rank",))  # in place of print: your function, which trains
     """
     if nprocs < 1:
@@ -69,37 +82,47 @@ def spawn(fn: Callable[..., Any], nprocs: int, *, args: tuple[Any, ...] = ()) ->
     place, token = HostPlace(0, 1, 0, nprocs, "127.0.0.1", free_port(), secrets.token_hex(8)), new_token()
     processes: list[BaseProcess] = []
     reports: list[connection.Connection] = []
+    signals: list[int] = []
     try:
-        for rank in range(nprocs):
-            environ = rank_environ(place, local=rank, procs=nprocs, attempt=1, run_dir=None) | {TOKEN: token}
-            ours, theirs = context.Pipe(duplex=False)
-            reports.append(ours)
-            started = context.Process(target=_run, args=(fn, rank, args, environ, theirs), name=f"rank {rank}")
-            started.start()
-            processes.append(started)
-            theirs.close()
-        _wait(processes, reports)
+        with noted_signals(signals, SAME_S):
+            for rank in range(nprocs):
+                environ = rank_environ(place, local=rank, procs=nprocs, attempt=1, run_dir=None) | {TOKEN: token}
+                ours, theirs = context.Pipe(duplex=False)
+                reports.append(ours)
+                given = (fn, rank, args, environ, theirs, os.getpid())
+                started = context.Process(target=_run, args=given, name=f"rank {rank}")
+                started.start()
+                processes.append(started)
+                theirs.close()
+            _wait(processes, reports, signals)
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
-            process.join(GRACE_S)
+            process.join(0.0 if len(signals) > 1 else GRACE_S)
             process.kill()
             process.join()
         for report in reports:
             report.close()
+    if signals:
+        signal.raise_signal(signals[0])
 
 
-def _wait(processes: list[BaseProcess], reports: list[connection.Connection]) -> None:
-    """Wait until all processes have ended. Raises `SpawnError` for the first that fails."""
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while running:
-        for sentinel in connection.wait(list(running)):
+def _wait(processes: list[BaseProcess], reports: list[connection.Connection], signals: list[int]) -> None:
+    """Wait until all processes have ended, or a second signal has come. Raises `SpawnError` for the first that fails
+    without a signal."""
+    running, told = {process.sentinel: rank for rank, process in enumerate(processes)}, False
+    while running and len(signals) < 2:
+        if signals and not told:
+            told = True
+            for rank in running.values():
+                processes[rank].terminate()
+        for sentinel in connection.wait(list(running), POLL_S):
             assert isinstance(sentinel, int)
             rank = running.pop(sentinel)
             processes[rank].join()
             status = processes[rank].exitcode
-            if not status:
+            if not status or signals:
                 continue
             said = ""
             with suppress(EOFError):  # it was killed

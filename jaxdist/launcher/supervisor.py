@@ -87,6 +87,7 @@ class Supervisor:
         self.log = open_log(plan.log_dir / name, plan.log_option)
         self.procs, self.attempt = plan.procs, 0
         self.headway, self.fruitless = Headway(plan.run_dir), 0  # and restarts since without a newer checkpoint
+        self.name = secrets.token_hex(8)  # of the job, in all its attempts
         self.began_there = False  # whether the run directory was there when the attempt began
         self.shrunk = False  # whether the job has fewer processes than it was started with
         self.peers: FirstHost | OtherHost | None = None
@@ -100,7 +101,7 @@ class Supervisor:
 
     def say(self, text: str) -> None:
         """Write a line to standard error, and with the time to the launcher's own log."""
-        self.screen.write(2, f"[launch] {text}\n".encode())
+        self.screen.say(f"[launch] {text}\n".encode())
         with contextlib.suppress(OSError):  # a full disk must not end the job
             os.write(self.log, f"{datetime.now():%Y-%m-%d %H:%M:%S.%f} {text}\n".encode())
 
@@ -115,7 +116,7 @@ class Supervisor:
             self.attempt = self.peers.attempt
             return place
         host, port = split_address(plan.coordinator) if plan.coordinator else ("127.0.0.1", free_port())
-        return HostPlace(0, 1, 0, self.procs, host, port, f"{secrets.token_hex(8)}-{self.attempt}")
+        return HostPlace(0, 1, 0, self.procs, host, port, f"{self.name}-{self.attempt}")
 
     def once(self, place: HostPlace) -> Outcome:
         """Make one attempt, to its end."""
@@ -245,7 +246,7 @@ class Supervisor:
 
 @reports_mistakes
 def _run(arguments: Sequence[str], prog: str) -> int:
-    plan, signals = make_plan(arguments, os.environ, prog), list[int]()
+    plan, signals = make_plan(arguments, os.environ, prog, make=True), list[int]()
     with noted_signals(signals, SAME_S), contextlib.closing(Supervisor(plan, signals)) as supervisor:
         return supervisor.run()
 

@@ -4,11 +4,17 @@ import contextlib
 import io
 import os
 import re
+import select
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from jaxdist.config.resolve import only_cpus
+from jaxdist.runtime.join.environment import find_job
+
+READER_S = 1.0  # in which the reader of a pipe that is full must read, where writing does not wait for it
 
 
 def nothing() -> None:
@@ -38,7 +44,11 @@ class LastingFile(io.RawIOBase):
             whole, sent = before + data, 0
             try:
                 while sent < len(whole):
-                    sent += os.write(self._descriptor, whole[sent:])
+                    try:
+                        sent += os.write(self._descriptor, whole[sent:])
+                    except BlockingIOError:  # a pipe that another program has made so, and whose reader is slow
+                        if not select.select([], [self._descriptor], [], READER_S)[1]:
+                            raise
                 self._lost, self._torn = 0, False
             except OSError as error:
                 if sent:
@@ -125,6 +135,13 @@ def quiet_gloo() -> Iterator[None]:
         sys.stdout = before
         os.dup2(file, 1)  # closes the pipe, which ends the thread, unless a process that was started here has it, too
         thread.join(1)
+
+
+def quiet_job(platform: str) -> contextlib.AbstractContextManager[None]:
+    """`quiet_gloo` in a job on CPUs, which communicate by gloo. On GPUs nothing is changed: what NCCL prints just
+    before a process aborts would be lost in the pipe. platform: of section devices."""
+    on_cpus = platform == "cpu" or only_cpus(os.environ)
+    return quiet_gloo() if on_cpus and find_job(os.environ) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ OWNER_LEAVES_S = 2.0  # until a process that was killed must have left
 RESTARTED_S = 20.0  # the same for one of an earlier attempt of this job; the other processes wait meanwhile
 ASK_AGAIN_S = 0.1
 TEXTS_SETTLE_S = 1.0  # without locks: until the text of two that came at once is the same for both
-JOBS = ("JAXDIST_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+JOBS = ("SLURM_JOB_ID", "JAXDIST_JOB_ID", "TORCHELASTIC_RUN_ID")
 # The variables that count a job's starts, with their values at the first one.
 RESTARTS = ((ATTEMPT, 1), ("SLURM_RESTART_COUNT", 0), ("TORCHELASTIC_RESTART_COUNT", 0))
 
@@ -81,6 +81,13 @@ def _lock(descriptor: int) -> bool | None:
         return None
 
 
+def _job(environ: Mapping[str, str]) -> str:
+    """The name of this process's job, the same in all its attempts; "" where it has none."""
+    name = next((name for name in JOBS if environ.get(name, "none") != "none"), "")
+    # that of a launcher is NAME-ATTEMPT
+    return environ[name].rpartition("-")[0] or environ[name] if name == "JAXDIST_JOB_ID" else environ.get(name, "")
+
+
 def _restarted(environ: Mapping[str, str]) -> bool:
     """Whether a launcher has started this job again."""
     return any(int(environ[name]) > first for name, first in RESTARTS if environ.get(name, "").isdecimal())
@@ -113,7 +120,7 @@ class RunClaim:
         self._path, self._at = path, path.absolute()
         self._say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         self._restarted, self._locks = _restarted(environ), True
-        self._job = next((environ[name] for name in JOBS if environ.get(name, "none") != "none"), "")
+        self._job = _job(environ)
         self._lock, self._directory, self._made = -1, -1, list[Path]()
         self._owner: Owner | None = None  # this process, once it is
         try:
@@ -167,7 +174,7 @@ class RunClaim:
             replace_file(self._path / LOCK, b"")
             return False
         if owner is not None and not copied:
-            if locked is None and not owner.is_dead() and not self._restarted:
+            if locked is None and not owner.is_dead() and not (self._restarted and owner.job == self._job):
                 return False
             if locked is None or owner.host != host_name():
                 self._say(f"{owner.describe()} has left {self._path} without an end; this run takes its place")

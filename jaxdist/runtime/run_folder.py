@@ -57,12 +57,14 @@ def given_run_directory(command: Sequence[str], environ: Mapping[str, str]) -> s
     return _option(command, "--run-dir") or environ.get(RUN_DIR) or None
 
 
-def run_directory_of(command: Sequence[str], environ: Mapping[str, str]) -> Path:
-    """The run directory that a training command will use: the one that is given, or a new one."""
+def run_directory_of(command: Sequence[str], environ: Mapping[str, str], *, make: bool = False) -> Path:
+    """The run directory that a training command will use: the one that is given, or a new one. make: it is made."""
     given = given_run_directory(command, environ)
     after = command[list(command).index("train") + 1 :] if "train" in command else ()
     named = next((word for word in after if not word.startswith("-") and "=" not in word), "run.yaml")
-    return user_path(given, key="--run-dir") if given else new_run_directory(_option(command, "--config") or named)
+    if given:
+        return user_path(given, key="--run-dir")
+    return new_run_directory(_option(command, "--config") or named, make=make)
 
 
 def refuse_strangers(folder: Path) -> None:

@@ -1,12 +1,19 @@
 """Processes started from Python: `jaxdist.runtime.spawn`."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import child
 import pytest
+from jobs import wait_until
 
 from jaxdist.runtime import SpawnError, spawn
+
+HERE = Path(__file__).parent
 
 
 def write_environment(rank: int, folder: str) -> None:
@@ -23,6 +30,45 @@ def fail_or_wait(rank: int, folder: str, how: str) -> None:
             os.kill(os.getpid(), 9)
         raise KeyError("planted")
     time.sleep(60)
+
+
+def save_slowly(rank: int, folder: str) -> None:
+    """As a run does that a signal asks to stop; a save takes longer than a failed job is waited for."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    Path(folder, f"pid{rank}").write_text(f"{os.getpid()}\n")
+    while not asked:
+        time.sleep(0.02)
+    time.sleep(1.0)
+    Path(folder, f"saved{rank}").write_text("")
+    sys.exit(75)
+
+
+PARENT = """
+import sys
+sys.path += sys.argv[2:]
+from test_spawn import save_slowly, spawn
+if __name__ == "__main__":
+    import jaxdist.launcher.spawn
+    jaxdist.launcher.spawn.GRACE_S = 0.3
+    spawn(save_slowly, 2, args=(sys.argv[1],))
+"""
+
+
+@pytest.mark.parametrize(("number", "saved"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGKILL, False)])
+def test_a_signal_to_the_parent(number: signal.Signals, saved: bool, tmp_path: Path) -> None:
+    """The processes save, and end before it does. Where it is killed they are killed, too."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), str(HERE), str(HERE.parent)]
+    parent = subprocess.Popen(command, env=child.environment(), stderr=subprocess.PIPE, start_new_session=True)
+    paths = [tmp_path / f"pid{rank}" for rank in range(2)]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in paths), "both processes", 30)
+    parent.send_signal(number)
+    _, said = parent.communicate(timeout=20)
+    assert parent.returncode == -number, said
+    wait_until(lambda: not any(Path("/proc", path.read_text().strip()).exists() for path in paths), "their end", 10)
+    assert [(tmp_path / f"saved{rank}").exists() for rank in range(2)] == [saved, saved]
+    assert number != signal.SIGINT or b"KeyboardInterrupt" in said
 
 
 def add_up(rank: int, folder: str) -> None:

@@ -265,7 +265,7 @@ def test_children_that_the_launcher_was_started_with_are_left_alone(launch: Call
 STOPS = 'trap "echo $RANK stops; exit 75" TERM; echo ready >ready$RANK; while :; do sleep 0.02; done'
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_one_signal_stops_the_ranks_together(number: signal.Signals, launch: Callable[..., Launcher]) -> None:
     job = launch(STOPS, "-n", "2")
     for rank in range(2):
@@ -274,6 +274,63 @@ def test_one_signal_stops_the_ranks_together(number: signal.Signals, launch: Cal
     assert job.wait() == 75, job.err()
     assert sorted(job.out().splitlines()) == ["[0] 0 stops", "[1] 1 stops"]
     assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on"
+
+
+def test_a_stop_waits_for_what_a_shell_has_started(launch: Callable[..., Launcher]) -> None:
+    """SIGTERM ends the shell at once. The program that it waits for saves, and ends when that is done."""
+    saves = (
+        "import os, pathlib, signal, time\nrank = os.environ['RANK']\nasked = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: asked.append(1))\npathlib.Path('ready' + rank).write_text('ready')\n"
+        "while not asked:\n    time.sleep(0.02)\ntime.sleep(1)\npathlib.Path('saved' + rank).write_text('x')"
+    )
+    job = launch(f'{sys.executable} -c "{saves}"; true', "-n", "2", "--grace", "0.2")
+    for rank in range(2):
+        job.until(f"ready{rank}", "ready")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 75, job.err()
+    assert (job.folder / "saved0").exists() and (job.folder / "saved1").exists()
+    assert job.err().splitlines()[-1] == "[launch] stopped; the same command goes on"
+
+
+def test_a_second_signal_kills_what_a_shell_has_started(launch: Callable[..., Launcher]) -> None:
+    stays = "(trap '' TERM; echo ready >ready$RANK; sleep 300 & echo $! >left$RANK; wait; wait)"
+    job = launch(f"{stays}; true", "-n", "1", "--grace", "0.2")
+    left = int(job.until("left0", "\n"))
+    job.process.send_signal(signal.SIGTERM)
+    job.until("err", "still running 1 s after SIGTERM, maybe to save: rank 0; another signal kills what runs")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(left, 0)
+
+
+def test_signals_count_where_nobody_reads_the_output(tmp_path: Path) -> None:
+    """Of a full pipe: the lines that a rank and the launcher write wait for a reader, the end does not."""
+    script = "trap '' TERM; while :; do echo 0123456789012345678901234567890123456789; done"
+    job = subprocess.Popen(
+        [*LAUNCH, "-n", "1", "--grace", "0.2", "--", "sh", "-c", script, "--run-dir", "run"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    try:
+        log, sizes = tmp_path / "run" / "logs" / "rank0.log", list[int]()
+
+        def is_full() -> bool:
+            sizes.append(log.stat().st_size if log.exists() else 0)
+            return sizes[-1] > 50_000 and sizes[-20:] == sizes[-1:] * 20
+
+        wait_until(is_full, "a full pipe")
+        job.send_signal(signal.SIGTERM)
+        time.sleep(1.2)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(20) == 1
+    finally:
+        job.stdout.close()
+        job.kill()
+        job.wait()
 
 
 def test_ranks_that_stop_soon_are_not_said_to_run(launch: Callable[..., Launcher]) -> None:
@@ -614,6 +671,17 @@ def test_a_signal_to_one_host_stops_both(hosts: Callable[..., Launcher]) -> None
     assert all(job.err().endswith("[launch] stopped; the same command goes on\n") for job in jobs)
 
 
+def test_a_signal_to_one_host_whose_ranks_have_not_met_the_others(hosts: Callable[..., Launcher]) -> None:
+    """Those of the other hosts would wait for them, and are told."""
+    script = 'trap "exit 75" TERM; echo >ready$RANK; while :; do sleep 0.02; done'
+    jobs = [hosts(node, script, nnodes=3, procs=1) for node in range(3)]
+    for rank in range(3):
+        jobs[rank].until(f"ready{rank}")
+    jobs[1].process.send_signal(signal.SIGTERM)
+    assert [job.wait(15) for job in jobs] == [75, 75, 75], [job.err() for job in jobs]
+    assert all(job.err().endswith("[launch] stopped; the same command goes on\n") for job in jobs)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..., Launcher]) -> None:
     """One rank says so, to the launcher of its own host."""
@@ -859,6 +927,28 @@ def test_a_mistake_is_one_line(launch: Callable[..., Launcher]) -> None:
     job = launch(["no-such-program"], "-n", "1")
     assert job.wait() == 2
     assert "[0] error: 'no-such-program' cannot be run: No such file or directory" in job.err()
+
+
+@pytest.mark.parametrize(
+    ("command", "restarts"),
+    [
+        ("jaxdist train quickstart", 3),
+        ("python -m jaxdist train quickstart", 3),
+        ("python my.py doctor", 3),
+        ("/usr/bin/jaxdist doctor", 0),
+        ("python -m jaxdist eval run", 0),
+    ],
+)
+def test_what_does_not_train_is_not_started_again(command: str, restarts: int) -> None:
+    assert make_plan(["-n", "2", "--", *command.split()], {}).max_restarts == restarts
+    assert make_plan(["-n", "2", "--max-restarts", "1", "--", *command.split()], {}).max_restarts == 1
+
+
+def test_jobs_of_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["-n", "2", "--", "jaxdist", "train", "quickstart"]
+    folders = [make_plan(command, {}, make=True).run_dir for _ in range(3)]
+    assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
 
 
 def test_run_directory_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

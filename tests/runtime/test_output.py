@@ -1,5 +1,6 @@
 """Standard output on a full disk or without a reader: what is lost is said, and nothing ends of it but by a stop."""
 
+import contextlib
 import errno
 import gc
 import multiprocessing
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -243,3 +245,72 @@ def test_quiet_gloo_lets_pass_what_else_is_printed() -> None:
     assert done.returncode == 3, done.stderr
     lines = done.stdout.splitlines()
     assert sorted(lines[:3]) == ["of C", "of Python", "of a child"] and lines[3:] == ["after", "last"]
+
+
+def test_gloo_is_quiet_in_jobs_on_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, what NCCL prints before a process aborts must not be lost in a pipe."""
+    for name, text in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(output, "quiet_gloo", lambda: contextlib.nullcontext("quiet"))
+    for gpus, platform, quiet in ((False, "auto", "quiet"), (True, "cpu", "quiet"), (True, "auto", None)):
+        monkeypatch.setattr(output, "only_cpus", lambda environ, gpus=gpus: not gpus)
+        with output.quiet_job(platform) as found:
+            assert found == quiet
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with output.quiet_job("cpu") as found:
+        assert found is None
+
+
+def test_a_second_signal_ends_a_run_whose_output_nobody_reads() -> None:
+    code = (
+        "import os, signal, sys, time\nfrom jaxdist.runtime.watch import stop\nstop.SAME_S = stop._LEAVE_S = 0.2\n"
+        "with stop.StopSignal() as asked:\n    asked._begun = 1\n    signal.raise_signal(signal.SIGTERM)\n"
+        "    while not asked.why:\n        time.sleep(0.01)\n    time.sleep(0.3)\n    os.set_blocking(2, False)\n"
+        "    while True:\n        try:\n            os.write(2, b'x' * 4096)\n        except BlockingIOError:\n"
+        "            break\n    os.set_blocking(2, True)\n    signal.raise_signal(signal.SIGTERM)\n    time.sleep(20)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], env=child.environment(), stderr=subprocess.PIPE)
+    assert run.stderr is not None
+    try:
+        assert run.wait(15) == 75
+    finally:
+        run.kill()
+        run.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_other_signals_that_ask_to_stop(number: signal.Signals) -> None:
+    """Of a terminal that closes, and of a scheduler; but not under nohup, or where a program has its own handler."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with StopSignal() as asked:
+            asked._begun = 1
+            signal.raise_signal(number)
+            wait_until(lambda: asked.why == number.name, "the request")
+        assert signal.getsignal(number) is signal.SIG_DFL
+        for own in (signal.SIG_IGN, lambda *_: None):
+            signal.signal(number, own)
+            with StopSignal() as asked:
+                assert signal.getsignal(number) is own
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_all_lines() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    line, found = b"x" * 4096 + b"\n", list[bytes]()
+
+    def read() -> None:
+        with os.fdopen(reading, "rb") as file:
+            time.sleep(0.1)
+            found.extend(file)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    file = LastingFile(writing)
+    for _ in range(100):
+        file.write(line)
+    os.close(writing)
+    reader.join()
+    assert found == [line] * 100

@@ -132,12 +132,21 @@ def test_storage_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     said: list[str] = []
     with RunClaim(tmp_path, {}):
         assert "this storage has no locks to tell whether it lives: if it does not, remove '" in refused(tmp_path)
-    for changes, environ in (({"pid": 2**22 + 1}, {}), ({"host": "elsewhere"}, RESTART)):
+    again = {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}
+    for changes, environ in (
+        ({"pid": 2**22 + 1}, {}),
+        ({"host": "elsewhere"}, again),
+        ({"host": "elsewhere", "job": "a"}, RESTART | {"JAXDIST_JOB_ID": "a-2"}),
+        ({"host": "elsewhere", "job": "8"}, RESTART | {"JAXDIST_JOB_ID": "a-2", "SLURM_JOB_ID": "8"}),
+    ):
         owner_text(tmp_path, **changes)
         RunClaim(tmp_path, environ, said.append).close()
         assert said.pop().endswith(f"has left {tmp_path} without an end; this run takes its place")
     owner_text(tmp_path, host="elsewhere")
     assert "process 4 on host elsewhere (job 7, since then); wait" in refused(tmp_path)
+    monkeypatch.setattr(run_claim, "RESTARTED_S", 0.2)
+    with pytest.raises(UserError, match="belongs to a run under way, process 4"):
+        RunClaim(tmp_path, again | {"SLURM_JOB_ID": "8"}, said.append)  # another job that was started again
     (tmp_path / LOCK).unlink()
     RunClaim(tmp_path, {}).close()
 

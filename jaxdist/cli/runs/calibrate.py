@@ -1,6 +1,5 @@
 """The command `calibrate`: measure what a plan needs, on the devices of this job."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,8 +8,8 @@ from jaxdist.config.arguments import numeric, output_file
 from jaxdist.config.load import load_config
 from jaxdist.config.shipped import add_config, take_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
-from jaxdist.runtime.join.environment import add_job_flags, find_job, take_job_flags
-from jaxdist.runtime.output import quiet_gloo
+from jaxdist.runtime.join.environment import add_job_flags, take_job_flags
+from jaxdist.runtime.output import quiet_job
 
 _EXAMPLES = (
     "jaxdist calibrate quickstart --out calibration.json",
@@ -38,7 +37,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist calibrate") -> int:
     path, overrides = take_config(parser, arguments)
     take_job_flags(arguments, os.environ)
     config = load_config(path, overrides)
-    with quiet_gloo() if find_job(os.environ) else contextlib.nullcontext():
+    with quiet_job(config.devices.platform):
         import jax
 
         from jaxdist.observe import measured_on

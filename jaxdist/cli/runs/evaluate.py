@@ -1,6 +1,5 @@
 """The command `eval`: the metrics of a checkpoint on held-out data, without training (docs/watching.md)."""
 
-import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,8 +10,8 @@ from jaxdist.config.schema import Config
 from jaxdist.config.shipped import with_examples
 from jaxdist.errors import CommandParser, UserError, reports_mistakes
 from jaxdist.files.user_path import user_path
-from jaxdist.runtime.join.environment import add_job_flags, find_job, take_job_flags
-from jaxdist.runtime.output import quiet_gloo
+from jaxdist.runtime.join.environment import add_job_flags, take_job_flags
+from jaxdist.runtime.output import quiet_job
 
 _EXAMPLES = (
     "jaxdist eval runs/mine --step 300 mesh.data=1 mesh.fsdp=4",
@@ -72,5 +71,5 @@ def main(argv: Sequence[str], prog: str = "jaxdist eval") -> int:
     config = _of_these_data(config_of_run(arguments.run_dir, arguments.settings), arguments)
     from jaxdist.cli.work.evaluate import run_eval
 
-    with quiet_gloo() if find_job(os.environ) else contextlib.nullcontext():
+    with quiet_job(config.devices.platform):
         return run_eval(arguments, config)

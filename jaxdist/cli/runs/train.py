@@ -1,14 +1,15 @@
 """The command `train`."""
 
-import contextlib
 import os
 from collections.abc import Sequence
 
 from jaxdist.config.load import load_config
 from jaxdist.config.shipped import add_config, list_shipped, take_config, with_examples
 from jaxdist.errors import CommandParser, reports_mistakes
+from jaxdist.files.launcher_notes import RUN_DIR
+from jaxdist.files.regular import remove_empty
 from jaxdist.runtime.join.environment import add_job_flags, find_job, take_job_flags
-from jaxdist.runtime.output import lasting_output, quiet_gloo
+from jaxdist.runtime.output import lasting_output, quiet_job
 
 _EXAMPLES = ("jaxdist train quickstart", "jaxdist train my.yaml mesh.data=8 optimizer.lr=1e-3 --run-dir runs/mine")
 
@@ -31,8 +32,14 @@ def _train(argv: Sequence[str], prog: str) -> int:
     config = load_config(path, overrides)
     from jaxdist.trainer.train import run_directory, train
 
-    with quiet_gloo() if find_job(os.environ) else contextlib.nullcontext():
-        return train(config, run_directory(arguments.run_dir, path))
+    with quiet_job(config.devices.platform):
+        # Processes of a job agree on a name later.
+        make = not (arguments.run_dir or os.environ.get(RUN_DIR)) and find_job(os.environ) is None
+        folder = run_directory(arguments.run_dir, path, make=make)
+        try:
+            return train(config, folder)
+        finally:
+            remove_empty(*(folder, folder.parent) * make)  # made in vain where the run could not begin
 
 
 def main(argv: Sequence[str], prog: str = "jaxdist train") -> int:

@@ -35,7 +35,8 @@ MATTERS = re.compile(
 )
 # Variables that differ between the processes of a healthy job.
 OWN_OF_RANK = re.compile(
-    r".*RANK.*|.*PROC.*ID|SLURM_LOCALID|JOB_COMPLETION_INDEX|CUDA_VISIBLE_DEVICES|.*BIND_ADDRESS|JAXDIST_STOP_NOTE"
+    r".*RANK.*|.*PROC.*ID|SLURM_LOCALID|JOB_COMPLETION_INDEX|(CUDA|NVIDIA)_VISIBLE_DEVICES|JAX_LOCAL_DEVICE_IDS"
+    r"|.*BIND_ADDRESS|JAXDIST_STOP_NOTE"
 )
 CLOCK_S = 1.0  # more between two clocks is a finding: time stamps in logs, checkpoints and certificates disagree
 MEASURES = 5  # of each clock

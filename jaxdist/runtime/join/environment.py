@@ -21,7 +21,7 @@ JOB_ID = "JAXDIST_JOB_ID"  # processes with different ones do not join each othe
 FREE_PORT = "JAXDIST_FREE_PORT"  # set by a launcher that has chosen the coordinator's port, and can choose another
 KUBERNETES_PORT = 55527  # of the coordinator of a JobSet, where JOBSET_PORT gives none; JAX's own choice
 FIRST_PORT, PORTS = 61440, 4096  # SLURM and Open MPI give no port: it is made of the job's number
-STEPS = 16  # ports from one SLURM job to the next: steps of neighbouring jobs may run on one host
+PORTS_OF_JOB = 16  # ports from one SLURM job to the next: steps of neighbouring jobs may run on one host
 # The variables of launchers for (rank, number of processes), for an init method that is given without them.
 LAUNCHERS = (
     (RANK, NUM_PROCESSES),
@@ -101,7 +101,8 @@ def _unplaced(environ: Mapping[str, str], rank: str, size: str) -> str:
     """The message about a launcher that does not say where process 0 is."""
     if rank == "RANK":
         said = f"{rank} is {environ[rank]} and {size} {environ[size]}"
-        return f"MASTER_ADDR: not set, though {said}; set it and MASTER_PORT to those of rank 0, or unset {rank} and {size}"
+        mend = f"set it and MASTER_PORT to those of rank 0, or unset {rank} and {size}"
+        return f"MASTER_ADDR: not set, though {said}; {mend}"
     return (
         f"{size}: {environ[size]}, but nothing says where process 0 is, and each process would train alone; give"
         f" --init-method tcp://HOST:PORT of process 0, or unset {size}"
@@ -141,7 +142,7 @@ def _slurm(environ: Mapping[str, str], gpus: tuple[int, ...] | None) -> Job:
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {hosts!r} names no host first; give --init-method tcp://HOST:PORT")
     step = environ.get("SLURM_STEP_ID", "0")  # two steps of one job may run at once
-    number = int(environ["SLURM_JOB_ID"]) * STEPS + (int(step) if step.isdigit() else 0)
+    number = int(environ["SLURM_JOB_ID"]) * PORTS_OF_JOB + (int(step) if step.isdigit() else 0)
     first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
     address = f"{first}:{FIRST_PORT + number % PORTS}"
     count, rank = _integer(environ, "SLURM_STEP_NUM_TASKS"), _integer(environ, "SLURM_PROCID")

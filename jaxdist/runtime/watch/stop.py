@@ -1,4 +1,4 @@
-"""Stopping on Ctrl-C, SIGTERM or a time limit: after the same step on every process, with a checkpoint."""
+"""Stopping on Ctrl-C, another signal or a time limit: after the same step on every process, with a checkpoint."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ import jax
 
 from jaxdist.files.launcher_notes import latest_step
 from jaxdist.processes import JobStore, Place, place
-from jaxdist.runtime.exit_status import SAME_S, STOPPED
+from jaxdist.runtime.exit_status import SAME_S, STOP_SIGNALS, STOPPED
 from jaxdist.runtime.run_folder import leave_stop_note
 
 _POLL_S = 0.2  # between two looks into the job's store
@@ -55,8 +55,9 @@ class TimeLimit:
 
 
 class StopSignal:
-    """A context in which a first SIGINT or SIGTERM asks a training run to stop and a second one ends it at once.
+    """A context in which a first signal of `STOP_SIGNALS` asks a training run to stop and a second one ends it at once.
 
+    - SIGHUP and SIGUSR1 stay as they are where they are ignored, as under nohup, or the program has its own handler.
     - At once is by `os._exit`, with status `STOPPED`.
     - As long as no process has given a step to its devices there is nothing to save. Then the first signal ends the
       processes, too, as soon as all have said so, or after `_ANSWER_S`.
@@ -98,8 +99,9 @@ class StopSignal:
             self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
             _hook_forks()
             _active.append(weakref.ref(self))
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, _nothing)
+            for number in STOP_SIGNALS:
+                if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is signal.SIG_DFL:
+                    self._previous[number] = signal.signal(number, _nothing)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -154,7 +156,7 @@ class StopSignal:
         ready, _, _ = select.select([self._out], [], [], seconds)
         for number in os.read(self._out, 64) if ready else b"":
             self._closed = self._closed or number == _CLOSE
-            if number in (signal.SIGINT, signal.SIGTERM):
+            if number in self._previous:
                 self._receive(signal.Signals(number).name)
             if number == signal.SIGPIPE and not self.why:
                 self._request("a closed standard output")
@@ -223,12 +225,17 @@ class StopSignal:
             thread.start()
         for thread in threads:
             thread.join(_LEAVE_S)
-        if self._asked is not None:
-            print(f"{text}; {_way_on(folder, newest)}", file=sys.stderr, flush=True)
         leave_stop_note(os.environ)
+        saying = threading.Thread(target=self._say_bye, args=(f"{text}; {_way_on(folder, newest)}",), daemon=True)
+        saying.start()
+        saying.join(_LEAVE_S)  # nobody may read what is printed
+        os._exit(STOPPED)
+
+    def _say_bye(self, text: str) -> None:
+        if self._asked is not None:
+            print(text, file=sys.stderr, flush=True)
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h")  # a progress bar hides the cursor
-        os._exit(STOPPED)
 
 
 def _way_on(folder: Path | None, newest: list[int]) -> str:
@@ -252,7 +259,7 @@ def _leave_to_parent() -> None:
     """In a forked process, as a worker of a DataLoader is, during a run: its signals are not the run's.
 
     Ctrl-C is sent to it too, and it works on until the run, which stops after a step, ends it. A program that it
-    becomes heeds both signals, as a handler ends with `exec`; a signal that is ignored would stay so.
+    becomes heeds them, as a handler ends with `exec`; a signal that is ignored would stay so.
     """
     if _active and _active[-1]() is not None:
         signal.set_wakeup_fd(-1)
