@@ -136,6 +136,16 @@ def test_srun(alone: list[float], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_open_mpi_in_an_allocation_of_slurm(alone: list[float], tmp_path: Path) -> None:
+    """mpirun starts a daemon on each node by srun: SLURM's variables are of two tasks, those of Open MPI of four."""
+    needs("mpirun")
+    on_lo = [f"OMPI_MCA_{name}_tcp_if_include=lo" for name in ("oob", "btl")]
+    mpirun = [str(LAUNCH / "mpirun.sh"), "4", str(tmp_path / "run"), *OPTIONS, "devices.simulated=2"]
+    allocate = ["env", *on_lo, "salloc", "--quiet", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
+    check(in_slurm(tmp_path, *allocate, *mpirun), tmp_path / "run", alone, 4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "processes"),
     [
