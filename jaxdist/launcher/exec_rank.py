@@ -13,8 +13,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends. Ends it where that is so already. parent: its number."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Have this process killed when its parent ends, on Linux. Ends it where that is so already. parent: its number."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was dead before the line above
         os._exit(1)
 

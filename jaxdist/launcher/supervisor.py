@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.resolve import only_cpus
-from jaxdist.errors import first_of, reports_mistakes
+from jaxdist.errors import UserError, first_of, reports_mistakes
 from jaxdist.files.launcher_notes import ATTEMPT, RUN_DIR, STOP_NOTE
 from jaxdist.launcher.headway import Headway
 from jaxdist.launcher.hosts import FirstHost, OtherHost
@@ -126,7 +126,11 @@ class Supervisor:
         environs = [rank_environ(place, local=n, **options) | more for n in range(self.procs)]
         attempt, self.began_there = Attempt(plan, environs, self.screen, self.attempt), plan.run_dir.exists()
         try:
-            attempt.start()
+            try:
+                attempt.start()
+            except OSError as error:
+                mend = "start fewer, or raise a limit (ulimit -a)"
+                raise UserError(f"-n: {self.procs} processes cannot be started: {error.strerror}; {mend}") from error
             return attempt.watch(self.signals, self.peers or Peers(), note, self.say)
         finally:
             attempt.close()

@@ -917,6 +917,13 @@ def test_command_line_that_makes_no_sense(arguments: list[str], message: str) ->
     assert "\n" not in str(error.value)
 
 
+def test_more_processes_than_the_system_allows(launch: Callable[..., Launcher]) -> None:
+    job = launch("sleep 60", "-n", "40", before=["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"])
+    assert job.wait() == 2
+    assert re.search(r"^error: -n: 40 processes cannot be started: Too many open files; start fewer", job.err(), re.M)
+    assert "Traceback" not in job.err()
+
+
 def test_a_mistake_is_one_line(launch: Callable[..., Launcher]) -> None:
     job = launch("true", "-n", "0")
     assert job.wait() == 2
