@@ -221,7 +221,8 @@ class Supervisor:
             if place is not None and (self.attempt > 1 or place.nodes > 1):
                 step, where = max(0, self.headway.step), f"on {place.nodes} of {self.plan.nnodes} hosts"
                 self.say(f"attempt {self.attempt}, from step {step}: {place.world} processes {where}")
-            if place is None or self.signals:
+            # Other hosts that have been told to start must hear how it ends: then the ranks are started, and stopped.
+            if place is None or (self.signals and place.nodes == 1):
                 self.say("stopped before the start; the same command goes on")
                 return STOPPED
             status = self.settle(self.once(place))

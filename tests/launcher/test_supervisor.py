@@ -26,7 +26,7 @@ from jaxdist.files.launcher_notes import latest_step
 from jaxdist.launcher import hosts as agents
 from jaxdist.launcher.options import make_plan
 from jaxdist.launcher.ranks import HostPlace, Outcome, share_of_cpus
-from jaxdist.launcher.supervisor import exit_code, rank_environ
+from jaxdist.launcher.supervisor import Supervisor, exit_code, rank_environ
 from jaxdist.runtime.join.roll_call import MissingPeers
 from jaxdist.runtime.network.addresses import split_address
 from jaxdist.runtime.network.connection import Connection
@@ -696,6 +696,24 @@ LIMIT = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
 
 
 @pytest.mark.slow
+def test_a_signal_when_the_others_have_just_been_told_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their launchers would wait for host 0, which has left."""
+    monkeypatch.chdir(tmp_path)
+    place, decided = HostPlace(0, 2, 0, 2, "127.0.0.1", 1, "job-1"), list[int | None]()
+    signals: list[int] = []
+    plan = make_plan(["-n", "1", "--", "sleep", "60", "--run-dir", "run"], {})
+    with contextlib.closing(Supervisor(plan, signals)) as supervisor:
+        supervisor.peers = agents.FirstHost.__new__(agents.FirstHost)
+        monkeypatch.setattr(agents.FirstHost, "meet", lambda *_: signals.append(signal.SIGTERM) or place)
+        stopped = Outcome({0: -signal.SIGTERM, 1: -signal.SIGTERM}, None, frozenset())
+        monkeypatch.setattr(supervisor, "once", lambda place: stopped)
+        monkeypatch.setattr(agents.FirstHost, "settle", lambda self, own, signals: own)
+        monkeypatch.setattr(agents.FirstHost, "decide", lambda self, status: decided.append(status))
+        monkeypatch.setattr(agents.FirstHost, "close", lambda _: None)
+        assert supervisor.run() == 75
+    assert decided == [75]
+
+
 def test_silent_connections_do_not_keep_a_job_from_beginning(hosts: Callable[..., Launcher]) -> None:
     """Many more of them than the launcher can have open. Nor does what strangers say."""
     first = hosts(0, SAY, before=LIMIT)
