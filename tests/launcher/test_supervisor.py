@@ -695,7 +695,6 @@ def test_a_job_of_two_hosts_that_was_asked_to_stop(rank: int, hosts: Callable[..
 LIMIT = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
 
 
-@pytest.mark.slow
 def test_a_signal_when_the_others_have_just_been_told_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Their launchers would wait for host 0, which has left."""
     monkeypatch.chdir(tmp_path)
@@ -714,6 +713,7 @@ def test_a_signal_when_the_others_have_just_been_told_to_start(monkeypatch: pyte
     assert decided == [75]
 
 
+@pytest.mark.slow
 def test_silent_connections_do_not_keep_a_job_from_beginning(hosts: Callable[..., Launcher]) -> None:
     """Many more of them than the launcher can have open. Nor does what strangers say."""
     first = hosts(0, SAY, before=LIMIT)
