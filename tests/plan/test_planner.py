@@ -42,6 +42,7 @@ from jaxdist.plan.search.space import (
     layouts,
     microbatch_counts,
 )
+from jaxdist.plan.search.work import model_work
 from jaxdist.precision.policy import precision_of
 
 pytestmark = pytest.mark.xdist_group("planner")  # what one test has traced (`KNOWN`) serves the others
@@ -197,6 +198,14 @@ def test_a_model_without_sequence_parallelism() -> None:
     assert not any(each.values["parallel.sequence_parallel"] for each in families)
     families = [each for family in layouts(tiny(), 2, per_host=8) for each in family]
     assert {each.values["parallel.sequence_parallel"] for each in families} == {False, True}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "O2"])
+def test_experts_in_half_precision(policy: str) -> None:
+    """Routers stay in fp32, as in a step; plans of mixtures of experts in half precision once were refused."""
+    config = tiny("model.moe.experts=2", f"precision.policy={policy}")
+    work = model_work(config, Known())
+    assert work.block.flops > 2.9 * work.forward.flops > 0
 
 
 def test_seconds_by_hand() -> None:

@@ -17,6 +17,7 @@ from jaxdist.config.schema import Config
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
 from jaxdist.parallel.blocks.remat import rematerialise
+from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.compiled.memory import batch_of
@@ -85,7 +86,7 @@ def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple
     batch = {
         name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in batch_of(single, abstract_mesh()).items()
     }
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.received), model.shapes)
+    params = jax.eval_shape(lambda params: as_received(params, precision), model.shapes)  # routers stay in fp32
     block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[STACKED])
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     batch |= {"keys": keys} | ({"loss_seed": jax.ShapeDtypeStruct((rows,), jnp.float32)} if model.weighs_rows else {})
