@@ -14,12 +14,15 @@ from levels import levels
 
 from jaxdist.cli.main import main
 from jaxdist.cli.plan import _whatever_the_mesh
+from jaxdist.cli.work.check_run import check_run
 from jaxdist.collectives.cost import Link
+from jaxdist.config.json_reader import read_json_file
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.mesh import AXES
 from jaxdist.observe.report import RunRecord
+from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.report.sections.plan import compared, plan_section
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
@@ -42,6 +45,7 @@ from jaxdist.plan.search.space import (
     layouts,
     microbatch_counts,
 )
+from jaxdist.plan.search.text import search_text
 from jaxdist.plan.search.work import model_work
 from jaxdist.precision.policy import precision_of
 
@@ -329,6 +333,37 @@ def test_an_argued_layout(plan: LayoutPlan) -> None:
         layout_named(["mesh.fsdp=4"], config, 2)
     with pytest.raises(UserError, match="'optimizer.lr=1' is no key of a layout"):
         layout_named(["optimizer.lr=1"], config, 2)
+
+
+def test_an_argued_layout_that_does_not_fit(plan: LayoutPlan) -> None:
+    """It has its seconds and all its memory; once it took infinite seconds where it needed much more than there is."""
+    small = cluster(memory=plan.winner.peak / 10)
+    asked = layout_named(["mesh.data=2"], tiny(), 2)
+    argued = argue(tiny(), asked, small, plan.tie, KNOWN)
+    assert math.isfinite(argued.candidate.seconds.total) and argued.why.startswith("does not fit: ")
+    assert "inf" not in search_text(plan._replace(asked=argued))
+
+
+def test_a_plan_of_devices_whose_memory_is_not_judged(
+    plan: LayoutPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of CPUs that were measured: plan.json has no infinity, which no reader takes. A damaged one is named."""
+    endless = plan.search._replace(cluster=cluster(memory=math.inf, flops=math.inf))
+    write_plan(plan._replace(search=endless), tmp_path)
+    told = read_json_file(tmp_path / PLAN_FILE)
+    assert told["cluster"]["memory"] is None and told["choice"]["seconds"] == plan.winner.seconds.total
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "step_s": 0.5}\n')
+    assert "a step" in "\n".join(check_run(tmp_path, None))
+    for text, said in (
+        ('{"choice": Infinity}', "plan.json cannot be read: Infinity is not a number"),
+        ("{}", "holds no"),
+    ):
+        (tmp_path / PLAN_FILE).write_text(text)
+        with pytest.raises(UserError, match=said):
+            check_run(tmp_path, None)
+    (tmp_path / PLAN_FILE).unlink()
+    with pytest.raises(UserError, match=r"has no plan\.json"):
+        check_run(tmp_path, None)
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """A run beside the prediction for its layout: `jaxdist plan --check RUN`."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
 from jaxdist.observe.report import read_run
+from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.report.sections.plan import compared
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.search.choose import Predicted, predicted
@@ -27,11 +29,21 @@ def check_run(folder: Path, cluster: PlanCluster | None) -> list[str]:
     rows = compared(record)
     if not rows:
         raise UserError(
-            f"--check: {folder} has no plan.json; allowed: a run of a plan.yaml that jaxdist plan --out wrote; or give"
-            " --calibration, or --gpu with --hosts and --gpus-per-host, to predict it now"
+            f"--check: {_without_plan(folder, record.notes)}; allowed: a run of a plan.yaml that jaxdist plan --out"
+            " wrote; or give --calibration, or --gpu with --hosts and --gpus-per-host, to predict it now"
         )
     head = ("part", "predicted", "measured", "measured / predicted")
     return aligned([head, *(each.shown() for each in rows)], right=(1, 2, 3))
+
+
+def _without_plan(folder: Path, notes: Sequence[str]) -> str:
+    """What is wrong with the plan.json of a run. notes: of its record."""
+    damaged = next((note.rstrip(".") for note in notes if note.startswith(PLAN_FILE)), None)
+    if damaged is not None:
+        return f"{folder}: {damaged}"
+    return (
+        f"{folder / PLAN_FILE} holds no prediction" if (folder / PLAN_FILE).exists() else f"{folder} has no plan.json"
+    )
 
 
 def _predicted(folder: Path, cluster: PlanCluster) -> Predicted:

@@ -1,6 +1,5 @@
 """The work of `jaxdist plan` without --compile: choose a layout and say why; a run beside its prediction."""
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from jaxdist.plan.search.result import (
     LayoutPlan,
     launch_command,
     layout_named,
-    layout_plan_to_json,
+    layout_plan_text,
     plan_layout,
     write_plan,
 )
@@ -42,7 +41,7 @@ def run_choose(config: Config, arguments: Namespace) -> int:
     )
     print(search_text(plan))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(layout_plan_to_json(plan), indent=1) + "\n")
+        arguments.json.write_text(layout_plan_text(plan))
     if arguments.out is not None:
         print("", *_written(plan, arguments), sep="\n")
     return 0

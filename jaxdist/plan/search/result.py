@@ -125,8 +125,7 @@ def _argued(config: Config, layout: Layout, cluster: PlanCluster, known: Known) 
     found = checked(config, layout, gpu=cluster.gpu)
     if isinstance(found, str):
         raise UserError(found)
-    candidate = predicted(layout, found, cluster, known)
-    return _with_all_memory(candidate, known) if candidate.peak > cluster.memory else candidate
+    return predicted(layout, found, cluster._replace(memory=math.inf), known)  # its seconds too, though it may not fit
 
 
 def _with_all_memory(each: Predicted, known: Known) -> Predicted:
@@ -149,11 +148,12 @@ def candidate_to_json(each: Predicted) -> dict[str, Any]:
 
 
 def layout_plan_to_json(plan: LayoutPlan) -> dict[str, Any]:
-    """The plan for programs: choice, ties, others with reasons, turns, what was refused and why."""
+    """The plan for programs: choice, ties, others with reasons, turns, what was refused and why. What has no bound, as
+    memory that is not judged, is None: JSON has no infinity."""
     cluster = plan.cluster._asdict()
     cluster |= {"inside": plan.cluster.inside._asdict(), "between": plan.cluster.between._asdict()}
     cluster |= {"hidden": dict(plan.cluster.hidden)}
-    return {
+    tree = {
         "choice": candidate_to_json(plan.winner),
         "ties": [candidate_to_json(each) for each in plan.tie.members],
         "others": [{**candidate_to_json(each.candidate), "why": each.why} for each in plan.others],
@@ -166,6 +166,22 @@ def layout_plan_to_json(plan: LayoutPlan) -> dict[str, Any]:
         "notes": plan.notes,
         "asked": None if plan.asked is None else {**candidate_to_json(plan.asked.candidate), "why": plan.asked.why},
     }
+    finite: dict[str, Any] = _without_infinities(tree)
+    return finite
+
+
+def _without_infinities(tree: Any) -> Any:
+    """A tree of dicts and lists with None for numbers that are not finite."""
+    if isinstance(tree, dict):
+        return {key: _without_infinities(each) for key, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [*map(_without_infinities, tree)]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def layout_plan_text(plan: LayoutPlan) -> str:
+    """The content of plan.json."""
+    return json.dumps(layout_plan_to_json(plan), indent=1, allow_nan=False) + "\n"
 
 
 def write_plan(plan: LayoutPlan, folder: Path) -> list[Path]:
@@ -174,7 +190,7 @@ def write_plan(plan: LayoutPlan, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("plan.json", "plan.yaml", "plan.svg")]
-    replace_file(paths[0], (json.dumps(layout_plan_to_json(plan), indent=1) + "\n").encode())
+    replace_file(paths[0], layout_plan_text(plan).encode())
     replace_file(paths[1], launchable(plan, paths[0]).encode())
     draw_plan(plan.tie.members, plan.others, paths[2])
     return paths
