@@ -57,6 +57,23 @@ def test_layouts_of_a_configuration_train_as_one_device(name: str) -> None:
     assert ("left out, as it rounds: precision.policy bf16" in str(found)) == (name == "bf16")
 
 
+@pytest.mark.slow
+def test_an_optimizer_that_takes_signs_of_rounding_is_not_blamed() -> None:
+    """The gradient of a key's bias is 0 but for rounding, and Lion makes full steps of its sign."""
+    found = verified(["model.layers=1", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.name=lion"])
+    assert found.clean, str(found)
+
+
+def test_an_update_that_is_missing_in_a_layout_is_found() -> None:
+    """Parameters are compared where a gradient is more than rounding, and where it is exactly 0, as weights decay."""
+    grads = {"w": np.array([1.0, 0.0, 1e-17])}
+    want = Training([1.0], [grads], {"w": np.array([0.9, 0.8, 0.7])}, (), (8, []), {})
+    for place, clean in enumerate((False, False, True)):
+        params = np.where(np.arange(3) == place, 1.0, want.params["w"])
+        got = want._replace(grads=[{"w": np.array([1.0, 0.0, -2e-17])}], params={"w": params})
+        assert (differences(got, want, [], 1e-9) == []) == clean
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [(["parallel.local.every=4", "mesh.data=2"], "parallel.local.every: no layout of one device trains so")],
