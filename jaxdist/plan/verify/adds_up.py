@@ -1,7 +1,7 @@
 """Whether sum, weight and gradients of a batch are those of its parts together, on one device; and if not, why."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,17 @@ class _Totals(NamedTuple):
     grads: dict[str, np.ndarray]
 
 
+class Sizes(NamedTuple):
+    """How large sums are before their terms cancel: those of two halves together, without their signs.
+
+    total: of the sum of losses. loss, figures: of the loss and of its own metrics, for each unit of weight.
+    """
+
+    total: float
+    loss: float
+    figures: dict[str, float]
+
+
 def equal_parts(rows: int, parts: int) -> list[np.ndarray]:
     """The rows of equal parts, in order."""
     return np.split(np.arange(rows), parts)
@@ -43,6 +54,18 @@ def orders(rows: int) -> list[np.ndarray]:
     return [np.arange(rows), *(rng.permutation(rows) for _ in range(2))]
 
 
+def _sizes(parts: Sequence[tuple[Any, Any, Any]]) -> Sizes:
+    """parts: (sum, weight, metrics) of each."""
+
+    def without_signs(sums: Sequence[Any], weights: Sequence[Any]) -> float:
+        weight = abs(float(sum(weights)))
+        return float(sum(map(abs, sums))) / weight if weight else 0.0
+
+    sums, weights, metrics = zip(*parts, strict=True)
+    figures = {name: without_signs(*zip(*(each[name] for each in metrics), strict=True)) for name in metrics[0]}
+    return Sizes(float(sum(map(abs, sums))), without_signs(sums, weights), figures)
+
+
 class Adder:
     """A subject in parts. shared: whether it has a `batch_mean`, which adds up over parts. tol: of the comparison."""
 
@@ -56,18 +79,33 @@ class Adder:
             return total, weight, grads
 
         self.function = totals
-        run = jax.vmap(totals, in_axes=(None, 0, 0, None), axis_name=PARTS_AXIS) if shared else totals
-        self.run = jax.jit(run, compiler_options=quick())
+        self.run = self._of_each_part(totals)
+
+    def _of_each_part(self, function: Callable[..., Any]) -> Callable[[Sequence[np.ndarray]], list[Any]]:
+        """The rows of parts -> what a function of the subject's arguments gives for each of them."""
+        mapped = jax.vmap(function, in_axes=(None, 0, 0, None), axis_name=PARTS_AXIS) if self.shared else function
+        compiled = jax.jit(mapped, compiler_options=quick())
+
+        def run(parts: Sequence[np.ndarray]) -> list[Any]:
+            if not self.shared:
+                return [jax.device_get(compiled(*self.subject.part(own).arguments)) for own in parts]
+            found = jax.device_get(compiled(*self.subject.part(np.stack(parts)).arguments))
+            return [jax.tree.map(lambda leaf: leaf[i], found) for i in range(len(parts))]  # noqa: B023
+
+        return run
 
     def totals(self, parts: Sequence[np.ndarray]) -> list[_Totals]:
         """Of each part."""
-        if self.shared:
-            subject = self.subject.part(np.stack(parts))
-            found = jax.device_get(self.run(*subject.arguments))
-            each = [jax.tree.map(lambda leaf: leaf[i], found) for i in range(len(parts))]  # noqa: B023
-        else:
-            each = [jax.device_get(self.run(*self.subject.part(own).arguments)) for own in parts]
-        return [_Totals(total, weight, leaves_by_name(grads)) for total, weight, grads in each]
+        return [_Totals(total, weight, leaves_by_name(grads)) for total, weight, grads in self.run(parts)]
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """Of what the loss gives, the largest of several ways to halve the rows: neighbours may cancel each other, too,
+        as advantages of a group do. The loss must run with half of the rows."""
+        run = self._of_each_part(self.subject.with_metrics)
+        found = [_sizes(run([order[each] for each in halves(len(order))])) for order in orders(self.subject.rows)]
+        figures = {name: max(each.figures[name] for each in found) for name in found[0].figures}
+        return Sizes(max(each.total for each in found), max(each.loss for each in found), figures)
 
     def moving_weight(self, freeze: Sequence[str]) -> list[Fault]:
         """The cause that the weight depends on parameters which are trained. freeze: patterns of the others."""
@@ -115,8 +153,11 @@ class Adder:
         found = []
         for name in ("total", "weight"):
             own = [getattr(part, name) for part in parts]
-            if not close(getattr(whole, name), sum(own[1:], start=own[0]), self.tol, *own):
-                found.append(name)
+            pair = getattr(whole, name), sum(own[1:], start=own[0])
+            alike = close(*pair, self.tol, *own)
+            if not alike and name == "total":  # of losses that cancel each other only rounding is left
+                alike = close(*pair, self.tol, np.asarray(self.sizes.total))
+            found += [] if alike else [name]
         for name, leaf in whole.grads.items():
             own = [part.grads[name] for part in parts]
             # A gradient that is zero but for rounding is compared with the others.

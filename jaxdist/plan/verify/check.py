@@ -122,7 +122,7 @@ def _verify_loss(subject: Subject, mesh: Mesh, options: StepOptions) -> Verifica
                 raise UserError("batch: sum, weight or gradients are not finite; allowed: a batch that trains")
         more, compared = adder.findings()
         found = together([*found, *more, *adder.moving_weight(options.freeze)])
-        apart = _layouts(wide, mesh, options, tol, order_of_use(wide, whole), found)
+        apart = _layouts(adder, mesh, options, order_of_use(wide, whole), found)
         if apart and not found:
             found = together(adder.findings_of(_parts(mesh, options)))
     if apart and not found:
@@ -177,10 +177,9 @@ def order_of_use(subject: Subject, whole: Any) -> list[str]:
     return sorted(names, key=lambda name: first.get(names.index(name), len(first)))
 
 
-def _layouts(
-    subject: Subject, mesh: Mesh, options: StepOptions, tol: float, order: Sequence[str], found: list[Fault]
-) -> list[str]:
+def _layouts(adder: Adder, mesh: Mesh, options: StepOptions, order: Sequence[str], found: list[Fault]) -> list[str]:
     """What differs between one device and the layout. Where causes were found, the layout may not run."""
+    subject, tol = adder.subject, adder.tol
     dtype = str(jax.tree.leaves(subject.params)[0].dtype)
     options = replace(options, precision=make_precision("fp64" if dtype == "float64" else "fp32"), return_grads=True)
     alone = StepOptions(precision=options.precision, return_grads=True, seed=options.seed, freeze=options.freeze)
@@ -198,6 +197,10 @@ def _layouts(
                 found.append(Fault("fixed number of rows", (line_of(error),), told))
             return [told]
     drawn = any(fault.cause == "one key for all samples" for fault in found)  # other masks: other metrics, too
-    if (told := figures_apart(runs[1], runs[0], tol)) and not drawn:
+    told, apart = figures_apart(runs[1], runs[0], tol), differences(runs[1], runs[0], order, tol)
+    if (told or apart) and not found:  # where terms cancel each other, rounding is all that is left
+        told = figures_apart(runs[1], runs[0], tol, adder.sizes.figures)
+        apart = differences(runs[1], runs[0], order, tol, adder.sizes.loss)
+    if told and not drawn:
         found.append(Fault("metric of these rows", (), told))
-    return [f"{layout_text(mesh, options)}: {each}" for each in differences(runs[1], runs[0], order, tol)]
+    return [f"{layout_text(mesh, options)}: {each}" for each in apart]

@@ -61,11 +61,14 @@ def train_steps(
     )
 
 
-def differences(got: Training, want: Training, order: Sequence[str], tol: float) -> list[str]:
-    """A line for each kind of thing that differs. order: names of parameters, in the order of their first use."""
+def differences(got: Training, want: Training, order: Sequence[str], tol: float, size: float = 0.0) -> list[str]:
+    """A line for each kind of thing that differs.
+
+    order: names of parameters, in the order of their first use. size: of losses, before their terms cancel.
+    """
     found = []
     for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
-        if not abs(a - b) <= tol * max(abs(a), abs(b)):
+        if not abs(a - b) <= tol * max(abs(a), abs(b), size):
             found.append(f"loss of step {step + 1}: {a:.12g}, on one device {b:.12g}")
             break
     for step, (grads, wanted) in enumerate(zip(got.grads, want.grads, strict=True)):
@@ -100,13 +103,13 @@ def _largest_number(tree: PyTree) -> float:
     return max((float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(tree)), default=0.0)
 
 
-def figures_apart(got: Training, want: Training, tol: float) -> str:
-    """Which of a loss's own metrics differ, with their values; "" where none does."""
+def figures_apart(got: Training, want: Training, tol: float, sizes: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Which of a loss's own metrics differ, with their values; "" where none does. sizes: as in `differences`."""
     pairs = {name: (got.figures[name], wanted) for name, wanted in want.figures.items()}
     return ", ".join(
         f"{name} {ours:.9g}, on one device {wanted:.9g}"
         for name, (ours, wanted) in pairs.items()
-        if not close(ours, wanted, tol)
+        if not close(ours, wanted, tol, np.asarray(sizes.get(name, 0.0)))
     )
 
 

@@ -76,6 +76,12 @@ class Subject(NamedTuple):
         with shared_rows(SharedRows(axes=(PARTS_AXIS,))):
             return self.results(*arguments)
 
+    def with_metrics(self, *arguments: Any) -> tuple[Any, Any, Any]:
+        """(sum, weight, metrics) where a `batch_mean` adds up over the axis `PARTS_AXIS` of a vmap."""
+        with shared_rows(SharedRows(axes=(PARTS_AXIS,))):
+            total, found = read_results(self._returned(*arguments), self.model_state)
+        return total, found.weight, found.metrics
+
     def traced(self, function: Callable[..., Any], *, parts: int = 0) -> Any:
         """The jaxpr of a function of the arguments. parts: the size of the axis `PARTS_AXIS`, if it is to be there."""
         environment = [(PARTS_AXIS, parts)] if parts else None

@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import right_losses
@@ -89,6 +90,26 @@ def test_a_weight_of_parameters_is_named_and_told(caplog: pytest.LogCaptureFixtu
     loss_results._tell_constant.cache_clear()
     assert verified(right_losses.weighted_by_what_is_predicted).clean
     assert not any("depends on parameters" in each for each in caplog.messages)
+
+
+@pytest.mark.slow
+def test_losses_that_cancel_each_other_are_compared_as_large_as_they_are() -> None:
+    """Advantages of a batch add up to 0 but for rounding, of which each layout has its own."""
+
+    def loss(p: Any, b: Any, keys: Any) -> Any:
+        score = jnp.tanh(b @ p["w"])
+        gain = jax.lax.stop_gradient(jnp.sin(9 * score))
+        gain -= jaxdist.batch_mean(gain)
+        gain /= jnp.sqrt(jaxdist.batch_mean(gain**2))
+        return (
+            (jnp.exp(score - jax.lax.stop_gradient(score)) * gain).sum(),
+            gain.size,
+            {"gain": (gain.sum(), gain.size)},
+        )
+
+    batch = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    found = jaxdist.verify(loss, {"w": jnp.ones(4)}, batch, jaxdist.make_mesh(data=2))
+    assert found.clean, str(found)
 
 
 def test_metrics_that_differ_are_named_with_their_values() -> None:
