@@ -9,6 +9,7 @@ import pytest
 
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
+from jaxdist.plan.calibration import measure
 from jaxdist.plan.calibration.blocks import LocalShape, can_narrow, measure_blocks, narrowed
 from jaxdist.plan.calibration.file import (
     Calibration,
@@ -106,6 +107,27 @@ def test_a_calibrated_cluster() -> None:
     assert found.devices == 4 and found.spread == pytest.approx(0.04) and found.hidden == {}
     assert found.link(("data",), {"data": 4})[0].bytes_per_s == 1e6
     assert found.bandwidth == pytest.approx(1e9) and found.memory == float("inf")
+
+
+def test_links_inside_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are measured, in all hosts at once; a file without is read as if they were those between hosts. Once what
+    stays in a host was free."""
+    probed: list[Any] = []
+
+    def measured(ends: Any, **_: Any) -> MeasuredLink:
+        probed.append([[*each] for each in ends])
+        return MeasuredLink(1e-4, 2e6, 0.01)
+
+    monkeypatch.setattr(measure, "count_hosts", lambda: 2)
+    monkeypatch.setattr(measure, "devices_by_host", lambda _: [[0, 1], [2, 3]])
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="cpu")] * 4)
+    monkeypatch.setattr(measure, "measure_blocks", lambda *_, **__: (made().compute, 1e-9))
+    monkeypatch.setattr(measure, "measure_link", measured)
+    found = measure.calibrate(tiny(), declared=None, burst=0, measured={}, progress=print)
+    assert probed == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]] and found.inside == found.between
+    unmeasured = calibrated_cluster(found._replace(inside=None))
+    link, far = unmeasured.link(("tensor",), {"data": 2, "tensor": 2})
+    assert not far and link.bytes_per_s == 2e6 and link.latency_s == 1e-4
 
 
 def test_parts_of_layers() -> None:

@@ -71,6 +71,10 @@ def cluster_of(config: Config, arguments: Namespace) -> tuple[PlanCluster, str]:
         return cluster, _OF_THE_TABLE
     found = read_calibration(arguments.calibration)
     basis = f"measured, {arguments.calibration}, {found.conditions.get('measured', {})}"
+    if found.inside is None and found.hosts > 1 and found.per_host > 1:
+        basis += (
+            "; no link inside a host was measured: taken for that between hosts, until jaxdist calibrate runs again"
+        )
     if differs := stale(found, config, versions_now()):
         basis += f"; STALE: {'; '.join(differs)}: make it again with jaxdist calibrate"
     return calibrated_cluster(found), basis

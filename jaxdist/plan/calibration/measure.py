@@ -48,8 +48,8 @@ def calibrate(
     between = inside = None
     if hosts > 1:
         between = measure_link(of_hosts, declared=declared, burst=burst, progress=progress)
-    elif len(devices) > 1:
-        inside = measure_link([[each] for each in devices], progress=progress)
+    if len(devices) > hosts:  # of all hosts at once, each among its own devices
+        inside = measure_link([*zip(*of_hosts, strict=True)], progress=progress)
     conditions: dict[str, Any] = {
         "measured": dict(measured),
         "versions": versions_now(),

@@ -136,10 +136,9 @@ def _products(gpu: Gpu, precision: Precision) -> float:
 
 def calibrated_cluster(found: Calibration, *, memory: float = math.inf) -> PlanCluster:
     """The devices and links of a calibration. Their collectives hide as much as those of GPUs do where they are GPUs;
-    on CPUs they block."""
-    gpu = gpu_of(found.device)
-    nothing = Link(0.0, math.inf)
-    inside = found.inside.link if found.inside is not None else nothing
+    on CPUs they block. A link inside a host that was not measured is taken for that between hosts."""
+    gpu, near = gpu_of(found.device), found.inside or found.between
+    inside = Link(0.0, math.inf) if near is None else near.link  # one device has no link
     return PlanCluster(
         name=found.device,
         hosts=found.hosts,
