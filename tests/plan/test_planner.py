@@ -24,6 +24,7 @@ from jaxdist.mesh import AXES
 from jaxdist.observe.report import RunRecord
 from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.report.sections.plan import compared, plan_section
+from jaxdist.plan.calibration.measure import calibrate
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
@@ -210,6 +211,47 @@ def test_experts_in_half_precision(policy: str) -> None:
     config = tiny("model.moe.experts=2", f"precision.policy={policy}")
     work = model_work(config, Known())
     assert work.block.flops > 2.9 * work.forward.flops > 0
+
+
+DEEP = """
+from dataclasses import dataclass
+
+from own_blocks import GPT
+
+from jaxdist import model_def
+from jaxdist.config.rules.fields import setting
+
+
+@dataclass(frozen=True)
+class Options:
+    depth: int = setting(4, "number of blocks", at_least=1)
+
+
+def tower(config, *, max_length, param_dtype):
+    return model_def(
+        lambda rngs: GPT(rngs, layers=config.depth, length=max_length), tied=True, param_dtype=param_dtype
+    )
+"""
+
+
+def test_a_model_whose_options_have_no_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its blocks do not divide into, and axes that none of its layers is split over, are refused. Once the first
+    of these ended the plan, and the choice was a layout that does not train."""
+    (tmp_path / "deep.py").write_text(DEEP)
+    for path in (tmp_path, ROOT / "docs" / "examples"):
+        monkeypatch.syspath_prepend(path)
+    (tmp_path / "mine.yaml").write_text(
+        "model: {name: deep.tower, depth: 3}\ndata: {seq_len: 16, global_batch: 4}\nparallel: {strategy: ddp}\n"
+    )
+    config, known = load_config(tmp_path / "mine.yaml", planned=True), Known()
+    layers = known.model_in_order(config).layers
+    families = [*layouts(config, 2, per_host=2, layers=layers)]
+    assert layers == 3 and not any(each.values["parallel.chunks"] > 1 for family in families for each in family)
+    among = [next(f[0] for f in families if f[0].values[f"mesh.{axis}"] == 2) for axis in ("pipe", "tensor", "data")]
+    found = search(config, cluster(), known, among=among)
+    assert {*found.refused} == {"mesh.pipe", "mesh.tensor"} and found.fitting
+    with pytest.raises(UserError, match=r"model\.name: 'deep\.tower' has no key `layers`; allowed: "):
+        calibrate(config, declared=None, burst=0, measured={}, progress=print)
 
 
 def test_seconds_by_hand() -> None:

@@ -39,7 +39,14 @@ def calibrate(
 
     declared: bytes a second of the link between hosts, if known. burst: see `measure_link`.
     measured: the machine and the time.
+
+    Raises `UserError` for a model that cannot be made with other numbers of blocks.
     """
+    if config.model.layers is None:
+        raise UserError(
+            f"model.name: {config.model.name!r} has no key `layers`; allowed: a model with it, of which steps with"
+            " one block and with three are measured; give its Options this key for the number of blocks"
+        )
     began, load = time.time(), os.getloadavg()[0]
     config = with_default_remat(config, gpu=jax.default_backend() == "gpu")
     devices, hosts = jax.devices(), count_hosts()

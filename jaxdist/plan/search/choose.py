@@ -14,7 +14,8 @@ from jaxdist.config.entries import ScheduleFacts, is_shipped
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
-from jaxdist.plan.closed.leaves import Known
+from jaxdist.parallel.program import check_axes
+from jaxdist.plan.closed.leaves import Known, planned_mesh
 from jaxdist.plan.closed.ledger import sends_of
 from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
@@ -74,9 +75,10 @@ class Search(NamedTuple):
         return [each for each in self.tight if BOUNDS[0] * each.peak <= self.cluster.memory]
 
 
-def _families(config: Config, cluster: PlanCluster) -> list[list[Layout]]:
+def _families(config: Config, cluster: PlanCluster, known: Known) -> list[list[Layout]]:
     """The `layouts` that are tried on a cluster."""
-    return [*layouts(config, cluster.devices, per_host=cluster.per_host, halves=bool(cluster.hidden))]
+    layers = known.model_in_order(config).layers  # options of a model of somebody else's may have no such key
+    return [*layouts(config, cluster.devices, per_host=cluster.per_host, layers=layers, halves=bool(cluster.hidden))]
 
 
 def search(
@@ -95,7 +97,7 @@ def search(
     fitting, tight = list[Predicted](), list[Predicted]()
     refused, examples, considered, nearest = Counter[str](), dict[str, Layout](), 0, None
     if among is None:
-        families = _families(config, cluster)
+        families = _families(config, cluster, known)
         predictions = _of_families(config, cluster, known, families, progress)
     else:
         predictions = [_family(config, cluster, known, [each]) for each in among]
@@ -193,7 +195,8 @@ def predict_families(
 
     numbers: of the families, in the order of `layouts`.
     """
-    known, families = Known(), _families(config, cluster)
+    known = Known()
+    families = _families(config, cluster, known)
     with _without_collection():
         return [_family(config, cluster, known, families[number]) for number in numbers], known.traced()
 
@@ -212,11 +215,10 @@ def _family(config: Config, cluster: PlanCluster, known: Known, members: list[La
         own = _savings(layout, seen)
         if any(_slower(own, other, in_turn=_in_turn(layout)) for other in fit):
             continue
-        allowed = checked(config, layout, gpu=cluster.gpu)
-        if isinstance(allowed, str):
-            found.refused.append((_kind(allowed), layout))
+        candidate = if_allowed(config, layout, cluster, known)
+        if isinstance(candidate, str):
+            found.refused.append((_kind(candidate), layout))
             continue
-        candidate = predicted(layout, allowed, cluster, known)
         if found.nearest is None or candidate.peak <= found.nearest.peak:  # the later member saves more
             found = found._replace(nearest=candidate)
         if candidate.peak > ROOM * cluster.memory:
@@ -226,6 +228,18 @@ def _family(config: Config, cluster: PlanCluster, known: Known, members: list[La
         if fits and cluster.measured is None:  # where time follows FLOPs and bytes
             fit.append(own)
     return found
+
+
+def if_allowed(config: Config, layout: Layout, cluster: PlanCluster, known: Known) -> Predicted | str:
+    """The figures of a layout; or, where it is refused, by its keys or when its model is made, the reason."""
+    allowed = checked(config, layout, gpu=cluster.gpu)
+    if isinstance(allowed, str):
+        return allowed
+    try:
+        check_axes(known.model(allowed), planned_mesh(allowed))
+        return predicted(layout, allowed, cluster, known)
+    except UserError as error:
+        return str(error)
 
 
 def _first_of_each_kind(candidates: Iterable[Predicted]) -> list[Predicted]:

@@ -16,11 +16,11 @@ from jaxdist.mesh import AXES
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK, memory_of
-from jaxdist.plan.search.choose import Predicted, Search, Tie, by_seconds, predicted, search, tie_of, unplannable
+from jaxdist.plan.search.choose import Predicted, Search, Tie, by_seconds, if_allowed, search, tie_of, unplannable
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.confirm import COMPILED, TRACED, confirm
 from jaxdist.plan.search.reasons import Other, Turn, does_not_fit, others, slower, turns
-from jaxdist.plan.search.space import Layout, checked, layout_of
+from jaxdist.plan.search.space import Layout, layout_of
 
 
 class LayoutPlan(NamedTuple):
@@ -122,10 +122,10 @@ def argue(config: Config, layout: Layout, cluster: PlanCluster, tie: Tie, known:
 
 def _argued(config: Config, layout: Layout, cluster: PlanCluster, known: Known) -> Predicted:
     """A layout with all its figures. Raises the `UserError` of one that is not allowed."""
-    found = checked(config, layout, gpu=cluster.gpu)
+    found = if_allowed(config, layout, cluster._replace(memory=math.inf), known)  # its seconds too, if it does not fit
     if isinstance(found, str):
         raise UserError(found)
-    return predicted(layout, found, cluster._replace(memory=math.inf), known)  # its seconds too, though it may not fit
+    return found
 
 
 def _with_all_memory(each: Predicted, known: Known) -> Predicted:

@@ -92,12 +92,15 @@ def axis_splits(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
             yield {axes[0]: size, **rest}
 
 
-def layouts(config: Config, devices: int, *, per_host: int, halves: bool = False) -> Iterator[list[Layout]]:
+def layouts(
+    config: Config, devices: int, *, per_host: int, layers: int | None = None, halves: bool = False
+) -> Iterator[list[Layout]]:
     """The candidates of a configuration on that many devices, not checked: in families that differ in what they keep.
 
     A family has the same mesh, strategy and schedule. Its members differ in the optimizer's state in host memory, in
     what is computed again, and in microbatches: in this order, each takes less memory the further it goes.
 
+    layers: blocks of the model, which stages share; None: as the configuration says.
     halves: whether `parallel.batch_split: 2` is tried, as where collectives can run beside computation.
 
     Left out is what another candidate beats in every figure: tensor parallelism between hosts; gpipe, which keeps more
@@ -107,13 +110,16 @@ def layouts(config: Config, devices: int, *, per_host: int, halves: bool = False
     sharded = [name for name in registry.names(StrategyFacts.folder) if StrategyFacts.of(name).sharded]
     needed = devices // math.gcd(devices, config.data.global_batch)
     longest = devices if config.data.seq_len >= LONG_SEQUENCE else max(needed, config.mesh.context)
+    layers = config.model.stacked if layers is None else layers
     without, splits = axes_without_layers(config), takes_option(builder_of(config), "sequence_parallel")
     for sizes in axis_splits(devices, [axis for axis in AXES if axis not in without]):
         if sizes.get("tensor", 1) > per_host or sizes.get("context", 1) > longest:
             continue
         shards = math.prod(sizes.get(axis, 1) for axis in SHARD_AXES)
         strategies = ["ddp"] if shards == 1 else [*(["ddp"] if sizes.get("fsdp", 1) == 1 else []), *sharded]
-        for strategy, (schedule, chunks) in itertools.product(strategies, _schedules(config, sizes.get("pipe", 1))):
+        for strategy, (schedule, chunks) in itertools.product(
+            strategies, _schedules(config, sizes.get("pipe", 1), layers)
+        ):
             values: dict[str, Any] = {f"mesh.{axis}": sizes.get(axis, 1) for axis in AXES}
             values |= {"parallel.strategy": strategy, "parallel.schedule": schedule, "parallel.chunks": chunks}
             values |= {"parallel.prefetch": None}  # where it can be, on GPUs
@@ -160,13 +166,12 @@ def microbatch_counts(rows: int, *, pipeline: bool) -> list[int]:
     return counts if pipeline else sorted({*counts, max(1, rows)})
 
 
-def _schedules(config: Config, stages: int) -> list[tuple[str, int]]:
+def _schedules(config: Config, stages: int, layers: int) -> list[tuple[str, int]]:
     """(schedule, chunks) that are tried for a number of stages."""
     if stages == 1:
         one = config.parallel.schedule
         return [(one if ScheduleFacts.of(one).one_stage else Config().parallel.schedule, 1)]
     found = [("one_f_one_b", 1), ("zero_bubble", 1)]
-    layers = config.model.stacked or 0
     return found + [("interleaved", chunks) for chunks in (2, 4) if layers % (stages * chunks) == 0]
 
 
