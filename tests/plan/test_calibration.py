@@ -98,7 +98,8 @@ def test_units_at_other_shapes() -> None:
     assert measured_units(found, "full", 1, 4, work) == (pytest.approx(2.4), pytest.approx(0.7))
     assert measured_units(found, "none", 1, 8, work) == (pytest.approx(4.0), pytest.approx(1.4))
     assert measured_units(found, "none", 2, 4, work) == (pytest.approx(1.2), pytest.approx(0.35))
-    again = work._replace(block=work.forward + work.forward + work.forward + work.forward)
+    plain = work.forward + work.forward + work.forward
+    again = work._replace(plain=plain, block=plain + work.forward)
     assert measured_units(found, "dots", 1, 4, again)[0] == pytest.approx(2.0 * 4 / 3)
 
 

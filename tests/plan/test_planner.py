@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from levels import levels
 
+from jaxdist.build import assemble
 from jaxdist.cli.main import main
 from jaxdist.cli.plan import _whatever_the_mesh
 from jaxdist.cli.work.check_run import check_run
@@ -26,10 +27,12 @@ from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.report.sections.plan import compared, plan_section
 from jaxdist.plan.calibration.measure import calibrate
 from jaxdist.plan.changes import changed
-from jaxdist.plan.closed.leaves import Known
+from jaxdist.plan.closed.leaves import Known, planned_mesh
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.closed.sent import Transfer, rounds
+from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.explain import IN_HOST_MEMORY, explain
+from jaxdist.plan.remedies.table import flops_of_passes
 from jaxdist.plan.search import choose
 from jaxdist.plan.search.choose import Predicted, predict_families, search, tie_of
 from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
@@ -211,6 +214,34 @@ def test_experts_in_half_precision(policy: str) -> None:
     config = tiny("model.moe.experts=2", f"precision.policy={policy}")
     work = model_work(config, Known())
     assert work.block.flops > 2.9 * work.forward.flops > 0
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        [],
+        ["optimizer.lora.rank=2", "optimizer.lora.targets=[all-linear]"],
+        ["optimizer.freeze=[embed.*,blocks.*]"],
+        ["optimizer.freeze=[embed.*,blocks.*,'!blocks.mlp.*']", "memory.remat=full"],
+    ],
+    ids=["all", "lora", "head", "mlp"],
+)
+def test_what_is_frozen_takes_no_time(trained: list[str]) -> None:
+    """The work of a model has the FLOPs of the traced step, and the optimizer passes over what is trained."""
+    config, known = tiny("model.heads=2", "parallel.prefetch=0", "mesh.data=2", *trained), Known()
+    work, parts = model_work(config, known), assemble(config, planned_mesh(config))
+    traced = flops_of_passes(parts, batch_of(config, planned_mesh(config)))
+    assert 2 * (2 * work.block.flops + work.ends.flops) == pytest.approx(traced)
+    state = {"parameters": 3, "optimizer state": 0}
+    spent = seconds_of(config, cluster(bandwidth=1.0, flops=math.inf), [], state, known).optimizer
+    assert spent == 9 if not trained else 0 < spent < 7
+
+
+def test_a_pipeline_of_frozen_blocks() -> None:
+    """Of 1F1B with S stages whose backward pass takes nothing: no weight is trained, and no gradient goes through."""
+    pipe = ("mesh={pipe: 2}", "parallel.schedule=one_f_one_b", "parallel.microbatches=2")
+    found = seconds_of(tiny(*pipe, "optimizer.freeze=[embed.*,blocks.*]"), cluster(), [], NOTHING, Known())
+    assert found.bubble == pytest.approx(found.computing / 2)
 
 
 DEEP = """

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxdist.config.rules.pipeline import uneven
 from jaxdist.config.schema import Config
+from jaxdist.optim import leave_out
 from jaxdist.parallel.pipeline.table import table_of
 from jaxdist.plan.calibration.file import Calibration
 from jaxdist.plan.closed.leaves import Known, parts_of_a_step, rows_of
@@ -17,9 +18,10 @@ from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.report.timeline import WorkCosts, simulate
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.work import ModelWork, model_work
+from jaxdist.specs import leaves_by_name
 
 # Bytes that a step of an optimizer moves through the device's memory, for each byte of parameters and of its state:
-# both are read and written, and gradients, which are as large as parameters, are read.
+# both are read and written, and gradients, which are as large as parameters, are read. Frozen parameters lie still.
 _STATE_PASSES, _PARAMETER_PASSES = 2, 3
 
 
@@ -62,10 +64,20 @@ def seconds_of(
     bubble = work * bubble_of(config, passes, known)
     waiting = _waiting(sent, config, cluster, work + bubble)
     offloaded = state.get(IN_HOST_MEMORY, 0)
-    moved = _PARAMETER_PASSES * state["parameters"] + _STATE_PASSES * (state["optimizer state"] + offloaded)
+    trained = _trained_share(config, known) * state["parameters"]
+    moved = _PARAMETER_PASSES * trained + _STATE_PASSES * (state["optimizer state"] + offloaded)
     host = 2 * (offloaded + _activations_in_host_memory(config, known)) / cluster.to_host
     assert math.prod(sizes.values()) == cluster.devices and parallel.microbatches >= 1
     return Seconds(work, bubble, waiting, moved / cluster.bandwidth, host)
+
+
+def _trained_share(config: Config, known: Known) -> float:
+    """The share of a device's bytes of parameters that are trained."""
+    if not config.optimizer.frozen:
+        return 1.0
+    trained = leaves_by_name(leave_out(known.model(config).shapes, config.optimizer.frozen))
+    sizes = {leaf.name: leaf.nbytes for leaf in known.leaves(config)}
+    return sum(size for name, size in sizes.items() if name in trained) / sum(sizes.values())
 
 
 def _activations_in_host_memory(config: Config, known: Known) -> float:
@@ -101,7 +113,7 @@ def measured_units(found: Calibration, remat: object, tensor: int, rows: float, 
     scale = 1.0
     if not named:
         named = [each for each in found.compute if each.remat == "none"]
-        scale = work.block.flops / (3 * work.forward.flops)
+        scale = work.block.flops / work.plain.flops
     whole = sorted((each for each in named if each.tensor == 1), key=lambda each: each.rows)
     block, ends = (_on_line([(each.rows, getattr(each, part)) for each in whole], rows) for part in ("block", "ends"))
     if tensor > 1:
@@ -136,12 +148,23 @@ def bubble_of(config: Config, work: ModelWork, known: Known) -> float:
     table = table_of(parallel.schedule) if stages > 1 else None
     if table is None:
         return 0.0
-    again = round(work.block.flops / work.forward.flops - 3, 2)  # forward passes that the backward pass does again
-    key = ("bubble", parallel.schedule, stages, parallel.microbatches, parallel.chunks, parallel.stages, again)
+    # In forward passes: what gradients of weights take, one where all are trained; and the rest of a backward pass.
+    weights = round(min(1.0, max(0.0, work.plain.flops / work.forward.flops - 2)), 2)
+    inputs = round(work.block.flops / work.forward.flops - 1 - weights, 2)
+    key = (
+        "bubble",
+        parallel.schedule,
+        stages,
+        parallel.microbatches,
+        parallel.chunks,
+        parallel.stages,
+        weights,
+        inputs,
+    )
 
     def make() -> float:
         ticks = table(stages, parallel.microbatches, parallel.chunks)
-        line = simulate(ticks, WorkCosts(1.0, 1.0 + again, 1.0), uneven(parallel.stages))
+        line = simulate(ticks, WorkCosts(1.0, inputs, weights), uneven(parallel.stages))
         return float(line.total / line.busy.max() - 1)
 
     found: float = known.get(key, make)

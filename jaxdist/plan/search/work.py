@@ -16,6 +16,7 @@ from jaxdist.config.rules.remat import Remat
 from jaxdist.config.schema import Config
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
+from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.blocks.remat import rematerialise
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.plan.changes import changed
@@ -52,17 +53,23 @@ class UnitWork(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """The work of a model. forward: of one block. block: of one block, both passes. ends: of embedding and head."""
+    """The work of a model, with gradients of what is trained.
+
+    forward: of one block. block: of one block, both passes. plain: the same, with nothing computed again.
+    ends: of embedding and head.
+    """
 
     forward: UnitWork
     block: UnitWork
+    plain: UnitWork
     ends: UnitWork
 
 
 def model_work(config: Config, known: Known) -> ModelWork:
     """The work of a configuration's model, under its remat. The model must have blocks."""
     remat = config.memory.remat
-    key = ("work", config.model, config.data.seq_len, config.precision, remat)
+    trained = (config.optimizer.lora, config.optimizer.frozen)
+    key = ("work", config.model, config.data.seq_len, config.precision, trained, remat)
     found: ModelWork = known.get(key, lambda: _traced(config, known))
     return found
 
@@ -76,11 +83,13 @@ def _traced(config: Config, known: Known) -> ModelWork:
     forward, block, ends = works
     if config.memory.remat == "sqrt":  # a segment is computed again, and each of its blocks once more
         block += forward
-    return ModelWork(forward, block, ends)
+    plain = block if remat == "none" else model_work(changed(config, {"memory.remat": "none"}), known).plain
+    return ModelWork(forward, block, plain, ends)
 
 
 def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple[float, float]]:
-    """(FLOPs, bytes of products) of a block's forward pass, of both its passes, and of embedding and head."""
+    """(FLOPs, bytes of products) of a block's forward pass, of both its passes, and of embedding and head. Backward
+    passes end where nothing before them is trained."""
     single = _on_one_device(config, rows)
     precision, model = precision_of(config.precision), known.model(single)
     batch = {
@@ -95,8 +104,8 @@ def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple
         result: jax.Array = model.block(block, h, *model.read_by_blocks(batch))
         return result
 
-    def ends(embed: Any, head: Any, batch: Any) -> jax.Array:
-        h = model.embed(embed, batch, batch["keys"])
+    def ends(embed: Any, head: Any, of_blocks: jax.Array, batch: Any) -> jax.Array:
+        h = model.embed(embed, batch, batch["keys"]) + of_blocks
         loss: jax.Array = model.head(head, embed if model.tied else None, h, batch)[0]
         return loss
 
@@ -104,10 +113,15 @@ def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple
     # As a plan for GPUs: attention is then cuDNN's, unless the configuration asks for another.
     fused = jnp.dtype(precision.compute).itemsize == 2 and getattr(single.model, "attention", "xla") != "xla"
     again = rematerialise(through, remat, gathers=True, in_scan=True)
+    frozen = fitting(params, config.optimizer.frozen, key="optimizer.freeze")
+    moved = jax.tree.map(lambda each: not each, frozen)
+    before = any(jax.tree.leaves((moved["embed"], moved[STACKED])))  # whether h depends on what is trained
     return [
-        _counted(through, 0, block, h, batch, fused=fused),
-        _counted(again, 2, block, h, batch, fused=fused),
-        _counted(ends, 2, params["embed"], params["head"], batch, fused=fused),
+        _counted(through, (False, False, False), block, h, batch, fused=fused),
+        _counted(again, (moved[STACKED], before, False), block, h, batch, fused=fused),
+        _counted(
+            ends, (moved["embed"], moved["head"], before, False), params["embed"], params["head"], h, batch, fused=fused
+        ),
     ]
 
 
@@ -130,20 +144,31 @@ def _shape_of(function: Callable[..., Any], *given: Any) -> Any:
     return jax.eval_shape(_region(function), *given)
 
 
-def _counted(function: Callable[..., Any], differentiated: int, *given: Any, fused: bool) -> tuple[float, float]:
-    """(FLOPs, bytes of products) of a call, and of its backward pass over the first arguments, if any are named.
+def _counted(function: Callable[..., Any], moved: tuple[Any, ...], *given: Any, fused: bool) -> tuple[float, float]:
+    """(FLOPs, bytes of products) of a call, and of its backward pass over what is moved, if anything is.
 
-    fused: whether attention is a kernel that stores no scores.
+    moved: of each argument a bool, or a tree of them. fused: whether attention is a kernel that stores no scores.
     """
+    flags = jax.tree.leaves(
+        [
+            jax.tree.map(lambda _: own, each) if isinstance(own, bool) else own  # noqa: B023
+            for own, each in zip(moved, given, strict=True)
+        ]
+    )
 
     def both(*given: Any) -> Any:
-        if not differentiated:
+        leaves, structure = jax.tree.flatten(given)
+        if not any(flags):
             return function(*given)
-        rest = given[differentiated:]
-        value, pull = jax.vjp(lambda *first: function(*first, *rest), *given[:differentiated])
-        return value, pull(
-            to_varying(jnp.ones_like(value), BATCH_LIKE)
-        )  # without the value no first pass would be left
+
+        def of(chosen: list[jax.Array]) -> Any:
+            left = iter(chosen)
+            filled = [next(left) if flag else leaf for flag, leaf in zip(flags, leaves, strict=True)]
+            return function(*jax.tree.unflatten(structure, filled))
+
+        value, pull = jax.vjp(of, [leaf for flag, leaf in zip(flags, leaves, strict=True) if flag])
+        # Without the value no first pass would be left.
+        return value, pull(to_varying(jnp.ones_like(value), BATCH_LIKE))
 
     program = without_dead_code(jax.make_jaxpr(_region(both))(*given))
     return flops_of(program), bytes_of_products(program, fused_attention=fused)
