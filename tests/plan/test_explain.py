@@ -24,7 +24,7 @@ from jaxdist.data import batch_shapes
 from jaxdist.errors import UserError
 from jaxdist.mesh import abstract_mesh
 from jaxdist.nn.mlp import MLP
-from jaxdist.plan.budget import over_budget, read_budget
+from jaxdist.plan.budget import budget_of, over_budget, read_budget
 from jaxdist.plan.compiled.hlo import Compiled, compare
 from jaxdist.plan.explain import explain, explanation_to_json
 from jaxdist.plan.report.text import explanation_text
@@ -48,11 +48,32 @@ def test_a_hand_made_psum_is_over_budget(monkeypatch: pytest.MonkeyPatch, tmp_pa
     lines = over_budget(explain(config).ledger, allowed)
     rows, nbytes = 32 // 4, 32 // 4 * 128 * 128 * 4 * 4  # of one device; four blocks
     assert rows == 8 and len(lines) >= 1
-    texts = "test_explain.py:", f"{nbytes:,} bytes a step, not in the budget", "activations of blocks.mlp (forward)"
+    texts = (
+        "test_explain.py:",
+        f"{2 * 3 * nbytes // 4:,} bytes sent a step, not in the budget",
+        "activations of blocks.mlp (forward)",
+    )
     assert any(all(text in line for text in texts) for line in lines), lines
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(UserError, match="not a budget"):
         read_budget(tmp_path / "broken.json")
+
+
+def test_a_budget_is_of_what_is_sent_on_its_mesh(tmp_path: Path) -> None:
+    """One byte more that is sent is over it. The input of a gather over more devices is smaller, though it sends more:
+    a budget of another mesh is refused."""
+    path = tmp_path / "budget.json"
+    small = ["model={layers: 1, width: 16, heads: 2}", "data.seq_len=8", "optimizer.name=adamw"]
+    small += ["mesh={data: 1, fsdp: 2, tensor: 1}", "parallel.min_shard_bytes=0"]
+    found = explain(load_config(ROOT / "configs" / "quickstart.yaml", small, planned=True)).ledger
+    path.write_text(json.dumps(budget_of(found)))
+    assert over_budget(found, read_budget(path, found.mesh)) == []
+    said = r"budget\.json: is of the mesh fsdp=2, and the configuration has fsdp=4; allowed: a budget of the same mesh"
+    with pytest.raises(UserError, match=said):
+        read_budget(path, found.mesh | {"fsdp": 4})
+    more = [each._replace(wire_bytes=each.wire_bytes + (each.op == "all_gather")) for each in found.collectives]
+    lines = over_budget(found._replace(collectives=tuple(more)), read_budget(path))
+    assert lines and all("all_gather" in line and "bytes sent a step, the budget has" in line for line in lines)
 
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))

@@ -27,7 +27,7 @@ from jaxdist.data.prepare import prepare
 from jaxdist.data.sources.tokens import tokens
 from jaxdist.errors import UserError
 from jaxdist.observe import read_metrics
-from jaxdist.plan.budget import KEY_FIELDS, read_budget
+from jaxdist.plan.budget import KEY_FIELDS, SENT, read_budget
 
 EVERYDAY = (50, 100)
 FEW, COUNTS = ([each, pytest.param(2000, marks=pytest.mark.slow)] for each in EVERYDAY)
@@ -342,7 +342,7 @@ def test_safetensors(count: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 def test_metrics_and_budgets(count: int, tmp_path: Path) -> None:
     lines = [{"step": 1, "loss": 2.5, "samples": ["a"]}, {"step": 2, "loss": None, "loss/nonfinite": "nan"}]
-    budget = {"collectives": [dict.fromkeys(KEY_FIELDS, "x") | {"bytes": 8}]}
+    budget = {"collectives": [dict.fromkeys(KEY_FIELDS, "x") | {SENT: 8}]}
 
     def check(content: bytes) -> None:
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + content + b"\n")

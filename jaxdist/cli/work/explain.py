@@ -40,4 +40,6 @@ def run_explain(config: Config, arguments: Namespace) -> list[str]:
         print("", pipeline.show_pipeline(config, ticks, arguments.timeline), sep="\n")
     if arguments.write_budget is not None:
         arguments.write_budget.write_text(json.dumps(budget.budget_of(found.ledger), indent=1) + "\n")
-    return budget.over_budget(found.ledger, budget.read_budget(arguments.budget)) if arguments.budget else []
+    if not arguments.budget:
+        return []
+    return budget.over_budget(found.ledger, budget.read_budget(arguments.budget, found.ledger.mesh))
