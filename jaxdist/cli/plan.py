@@ -22,6 +22,7 @@ _ONE_DEVICE = (  # a mesh that goes with any batch
 )
 _CHOOSING = ("link", "inside", "calibration", "explain", "out", "check", "quick", "finalists")  # not with --compile
 _COMPILING = ("network", "latency", "target_config", "by_compiler", "rows", "hlo")  # only with it
+_OF_A_TABLE = ("gpu", "hosts", "gpus_per_host", "link", "inside")  # not with --calibration
 _EXAMPLES = (
     "jaxdist plan llama_7b_h200 --gpu h200 --hosts 4 --link 100gbit --out plan",
     "jaxdist plan --compile --gpu h200 llama_7b_h200",
@@ -51,6 +52,10 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
         if getattr(arguments, name) != parser.get_default(name):
             how, mend = ("with", "leave one of the two out") if arguments.compile else ("without", "add it")
             raise UserError(f"--{name.replace('_', '-')}: has no effect {how} --compile; {mend}")
+    for name in _OF_A_TABLE if arguments.calibration is not None else ():
+        if getattr(arguments, name) != parser.get_default(name):
+            what = f"--{name.replace('_', '-')}"
+            raise UserError(f"{what}: has no effect with --calibration, whose devices count; leave one of the two out")
     if arguments.check is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         from jaxdist.cli.work.choose import run_check

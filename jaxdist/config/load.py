@@ -11,7 +11,7 @@ import yaml
 
 from jaxdist import registry
 from jaxdist.config.checks import check_config
-from jaxdist.config.reader import Dumper, field_of, read_config
+from jaxdist.config.reader import Dumper, field_of, parse_yaml, read_config, read_overrides
 from jaxdist.config.rules.fields import keys
 from jaxdist.config.schema import Config
 from jaxdist.files.user_path import user_path
@@ -59,6 +59,12 @@ def to_yaml(config: Config, shown: Callable[[dict[str, Any]], Any] = dict) -> st
     """The configuration as YAML text with every key in it; `load_config` of it gives an equal configuration. shown:
     makes what is written of the settings, such as a copy without secrets."""
     return yaml.dump(shown(settings_of(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def values_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
+    """{dotted key: value} of `section.key=value`s for a configuration, each checked by its key alone. Errors:
+    `UserError`."""
+    return dict(_flat(read_overrides(Config, parse_yaml(to_yaml(config), "the configuration"), overrides)))
 
 
 def settings_of(config: Any) -> dict[str, Any]:

@@ -73,16 +73,30 @@ def read_config(
     if not isinstance(tree, dict):
         raise UserError(f"{path}: the top level is {show(tree)}; allowed: sections, that is {', '.join(keys(cls))}")
     # Which keys there are depends on the entries that are named, so these are found first, in keys that do not depend.
-    common, usual = dict(all_keys(cls)), _section(cls, {})
-    parts = [(key.strip(), text.strip()) for key, _, text in (each.partition("=") for each in overrides)]
-    naming = [_override(usual, each) for each, (key, _) in zip(overrides, parts, strict=True) if key in common]
-    given: dict[str, Any] = functools.reduce(_merged, naming, tree)
-    below = completed(given, dict(parts))
+    given = _naming(cls, tree, overrides)
+    parts = (each.partition("=") for each in overrides)
+    below = completed(given, {key.strip(): text.strip() for key, _, text in parts})
     top = _section(cls, _merged(below, given))
     # Each layer is checked by itself first, so that a wrong line in the file is found even where an override hides it.
     layers = [_checked(top, top, layer) for layer in (below, tree, *(_override(top, each) for each in overrides))]
     made: _T = _build(top, functools.reduce(_merged, layers))
     return made
+
+
+def read_overrides(cls: Any, tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of `section.key=value`s as a tree, each checked by its key. Errors: `UserError`.
+
+    tree: of what they override, where entries are named.
+    """
+    top = _section(cls, _naming(cls, tree, overrides))
+    return functools.reduce(_merged, [_checked(top, top, _override(top, each)) for each in overrides], {})
+
+
+def _naming(cls: Any, tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree with those overrides on top whose keys do not depend on entries: these name the entries."""
+    common, usual = dict(all_keys(cls)), _section(cls, {})
+    naming = [_override(usual, each) for each in overrides if each.partition("=")[0].strip() in common]
+    return functools.reduce(_merged, naming, tree)
 
 
 def field_of(key: str) -> str:

@@ -406,6 +406,16 @@ def test_an_argued_layout(plan: LayoutPlan) -> None:
         layout_named(["mesh.fsdp=4"], config, 2)
     with pytest.raises(UserError, match="'optimizer.lr=1' is no key of a layout"):
         layout_named(["optimizer.lr=1"], config, 2)
+    for text, said in (
+        ("mesh.fsdp=", r"mesh\.fsdp: nothing \(null\) is given"),
+        ("mesh.fsdp=[2", r"mesh\.fsdp='\[2': line 1, .*not YAML"),
+        ("mesh.fsdp=x", r"mesh\.fsdp: 'x' is text; allowed: an integer"),
+        ("mesh.shards=2", r"mesh\.shards: unknown key"),
+    ):
+        with pytest.raises(UserError, match=said):
+            layout_named([text], config, 2)
+    uneven = layout_named(["mesh.pipe=2", "parallel.stages=[1,1]", "memory.offload.optimizer=true"], config, 2)
+    assert uneven.values["parallel.stages"] == (1, 1) and uneven.values["memory.offload.optimizer"] is True
 
 
 def test_an_argued_layout_that_does_not_fit(plan: LayoutPlan) -> None:
@@ -538,6 +548,8 @@ def test_a_report_has_the_plan_beside_the_run(plan: LayoutPlan) -> None:
         (["--link", "fast"], "--link: 'fast' is not known"),
         (["--inside", "usb"], "--inside: 'usb' is not known"),
         (["--calibration", "no/such.json"], "--calibration: no/such.json does not exist"),
+        (["--calibration", "no/such.json", "--hosts", "2"], "--hosts: has no effect with --calibration"),
+        (["--calibration", "no/such.json", "--gpu", "b200"], "--gpu: has no effect with --calibration"),
         (["--check", "no/such/run"], "holds no metrics.jsonl"),
     ],
 )
@@ -545,6 +557,20 @@ def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture
     assert main(["plan", "quickstart", "--quick", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "said"),
+    [
+        ("resnet_digits.yaml", 8, r"--check: model\.name 'resnet' is a loss"),
+        ("vit_digits.yaml", 3, r"--check: .* has \d devices, and the prediction is for 3; allowed: .*--gpus-per-host"),
+    ],
+)
+def test_runs_that_cannot_be_predicted_are_refused(config: str, gpus: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((ROOT / "configs" / config).read_text())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(UserError, match=said):
+        check_run(tmp_path, cluster(per_host=gpus))
 
 
 def test_halves_are_tried_where_tensor_sends_and_no_block_is_gathered_ahead() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.config.load import load_config
@@ -10,7 +11,7 @@ from jaxdist.observe.report import read_run
 from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.report.sections.plan import compared
 from jaxdist.plan.closed.leaves import Known
-from jaxdist.plan.search.choose import Predicted, predicted
+from jaxdist.plan.search.choose import Predicted, predicted, unplannable
 from jaxdist.plan.search.cluster import PlanCluster
 from jaxdist.plan.search.result import candidate_to_json
 from jaxdist.plan.search.space import layout_of, with_prefetch
@@ -48,4 +49,12 @@ def _without_plan(folder: Path, notes: Sequence[str]) -> str:
 
 def _predicted(folder: Path, cluster: PlanCluster) -> Predicted:
     config = with_prefetch(load_config(folder / "config.yaml", planned=True), gpu=cluster.gpu)
-    return predicted(layout_of(config), config, cluster._replace(memory=math.inf), Known())
+    known, devices = Known(), math.prod(asdict(config.mesh).values())
+    if (why := unplannable(config, known)) is not None:
+        raise UserError(f"--check: {why}")
+    if devices != cluster.devices:
+        raise UserError(
+            f"--check: {folder} has {devices} devices, and the prediction is for {cluster.devices}; allowed: as many,"
+            " by --hosts and --gpus-per-host, or a --calibration of that many devices"
+        )
+    return predicted(layout_of(config), config, cluster._replace(memory=math.inf), known)

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from jaxdist.config.load import to_yaml
+from jaxdist.config.load import to_yaml, values_of
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.files.regular import replace_file
@@ -221,14 +219,13 @@ def layout_named(text: Sequence[str], config: Config, devices: int) -> Layout:
     named are 1, and other keys as they are configured. Raises `UserError` for what is no override of a layout."""
     values = layout_of(config).values | {f"mesh.{axis}": 1 for axis in AXES}
     for each in text:
-        key, equals, value = each.partition("=")
+        key, equals, _ = each.partition("=")
         if not equals or not key.startswith(("mesh.", "parallel.", "memory.", "precision.")):
             raise UserError(
                 f"--explain: {each!r} is no key of a layout; allowed: mesh.fsdp=8, parallel.strategy=zero3,"
                 " memory.remat=full, ..."
             )
-        loaded = yaml.safe_load(value)
-        values[key] = tuple(loaded) if isinstance(loaded, list) else loaded
+    values |= values_of(config, text)
     size = math.prod(values[f"mesh.{axis}"] for axis in AXES)
     if size != devices:
         raise UserError(
