@@ -39,7 +39,7 @@ from jaxdist.plan.search.cluster import PlanCluster, gpu_cluster
 from jaxdist.plan.search.reasons import others, turns
 from jaxdist.plan.search.result import LayoutPlan, argue, layout_named, layout_plan_to_json, plan_layout, write_plan
 from jaxdist.plan.search.second_process import SecondProcess
-from jaxdist.plan.search.seconds import Seconds, hidden_share, seconds_of
+from jaxdist.plan.search.seconds import Seconds, computing_of, hidden_share, seconds_of
 from jaxdist.plan.search.space import (
     MOST_MICROBATCHES,
     Layout,
@@ -283,6 +283,18 @@ def test_a_model_whose_options_have_no_layers(tmp_path: Path, monkeypatch: pytes
     assert {*found.refused} == {"mesh.pipe", "mesh.tensor"} and found.fitting
     with pytest.raises(UserError, match=r"model\.name: 'deep\.tower' has no key `layers`; allowed: "):
         calibrate(config, declared=None, burst=0, measured={}, progress=print)
+
+
+def test_products_that_float8_does_not_take_are_no_faster() -> None:
+    """Those of embedding, head and scores stay in bf16; once a plan gave all of them the rate of float8."""
+    config = tiny("mesh.data=2", "precision.policy=fp8", "parallel.prefetch=0")
+    made = gpu_cluster("h200", precision_of(config.precision), hosts=1, per_host=2, link=None, inside=None)
+    spent, work = computing_of(config, made._replace(bandwidth=math.inf, flops=1e9, float8=2e9), Known())
+    assert 0 < work.block.float8 < work.block.flops and work.ends.float8 == 0
+    narrow, flops = 2 * 2 * work.block.float8, 2 * (2 * work.block.flops + work.ends.flops)
+    assert spent == pytest.approx((flops - narrow) / 1e9 + narrow / 2e9)
+    assert made.float8 == pytest.approx(2 * made.flops, rel=1e-3) and "in float8" in made.described()
+    assert cluster().float8 is None
 
 
 def test_seconds_by_hand() -> None:

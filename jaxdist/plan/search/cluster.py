@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxdist.collectives.cost import LINKS, Link
 from jaxdist.mesh import AXES
 from jaxdist.plan.calibration.file import Calibration
-from jaxdist.plan.compiled.hardware import GPUS, Gpu, get_gpu, gpu_of
+from jaxdist.plan.compiled.hardware import GPUS, get_gpu, gpu_of
 from jaxdist.plan.machines import DEVICES, pcie, rate_of_link
 from jaxdist.precision.policy import Precision
 
@@ -33,7 +33,8 @@ class PlanCluster(NamedTuple):
 
     name: of the devices. hosts, per_host: how many.
     memory: bytes of a device that a step may take; math.inf: not judged.
-    flops: a second that large matrix products reach in the precision of the plan.
+    flops: a second that large matrix products reach in the precision of the plan. float8: of those in float8; None: as
+    others.
     bandwidth: of a device's memory, bytes a second.
     inside: the link of a device to others of its host. between: of a host to other hosts, shared by its devices.
     to_host: bytes a second between a device and the memory of its host.
@@ -54,6 +55,7 @@ class PlanCluster(NamedTuple):
     hidden: Mapping[str, float]
     spread: float
     measured: Calibration | None = None
+    float8: float | None = None
 
     @property
     def gpu(self) -> bool:
@@ -88,8 +90,9 @@ class PlanCluster(NamedTuple):
             return f"{self.hosts} x {self.per_host} {self.name}, calibrated"
         hosts = f"{self.hosts} hosts of {self.per_host}" if self.hosts > 1 else f"{self.per_host}"
         between = f", {self.between.bytes_per_s / 1e9:.4g} GB/s between hosts" if self.hosts > 1 else ""
+        narrow = "" if self.float8 is None else f" and {self.float8 / 1e12:,.4g} in float8"
         return (
-            f"{hosts} x {self.name}: products {self.flops / 1e12:.4g} TFLOP/s, memory"
+            f"{hosts} x {self.name}: products {self.flops / 1e12:.4g} TFLOP/s{narrow}, memory"
             f" {self.bandwidth / 1e9:,.4g} GB/s, {self.inside.bytes_per_s / 1e9:.4g} GB/s inside a host{between}"
         )
 
@@ -117,21 +120,15 @@ def gpu_cluster(
         hosts=hosts,
         per_host=per_host,
         memory=found.usable,
-        flops=share * _products(found, precision),
+        flops=share * (found.bf16 if jnp.dtype(precision.compute).itemsize == 2 else found.tf32),
         bandwidth=found.bandwidth,
         inside=near,
         between=far,
         to_host=pcie(bus) * 0.8,  # what copies of large arrays reach: an assumption
         hidden=HIDDEN_ON_GPUS,
         spread=ASSUMED_SPREAD,
+        float8=share * found.fp8 if precision.fp8 and found.fp8 else None,
     )
-
-
-def _products(gpu: Gpu, precision: Precision) -> float:
-    """Dense FLOPs a second of the maker for the type that this precision multiplies in."""
-    if precision.fp8 and gpu.fp8:
-        return gpu.fp8
-    return gpu.bf16 if jnp.dtype(precision.compute).itemsize == 2 else gpu.tf32
 
 
 def calibrated_cluster(found: Calibration, *, memory: float = math.inf) -> PlanCluster:

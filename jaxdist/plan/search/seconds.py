@@ -99,7 +99,7 @@ def computing_of(config: Config, cluster: PlanCluster, known: Known) -> tuple[fl
     if cluster.measured is not None:
         block, ends = measured_units(cluster.measured, config.memory.remat, mesh.tensor, rows, work)
         return parts_of_a_step(config) * (blocks * block + ends) / mesh.context, work
-    rates = {"flops": cluster.flops, "bandwidth": cluster.bandwidth}
+    rates = {"flops": cluster.flops, "float8": cluster.float8 or cluster.flops, "bandwidth": cluster.bandwidth}
     once = blocks * work.block.seconds(rows, split, **rates) + work.ends.seconds(rows, split, **rates)
     return parts_of_a_step(config) * once, work
 

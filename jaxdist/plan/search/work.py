@@ -22,7 +22,7 @@ from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.compiled.memory import batch_of
-from jaxdist.plan.traced.flops import bytes_of_products, flops_of
+from jaxdist.plan.traced.flops import bytes_of_products, flops_in_float8, flops_of
 from jaxdist.precision.policy import precision_of
 from jaxdist.specs import STACKED
 
@@ -30,23 +30,25 @@ from jaxdist.specs import STACKED
 class UnitWork(NamedTuple):
     """The work of a unit for each sequence, on one device that has all of the unit.
 
-    flops: of matrix products, for each sequence.
+    flops: of matrix products, for each sequence. float8: those of them in float8.
     row_bytes: what products read and write for each sequence. fixed_bytes: whatever the number of sequences.
     """
 
     flops: float
+    float8: float
     row_bytes: float
     fixed_bytes: float
 
     def __add__(self, other: "UnitWork") -> "UnitWork":  # type: ignore[override]
         return UnitWork(*(a + b for a, b in zip(tuple(self), tuple(other), strict=True)))
 
-    def seconds(self, rows: float, parts: float, *, flops: float, bandwidth: float) -> float:
+    def seconds(self, rows: float, parts: float, *, flops: float, float8: float, bandwidth: float) -> float:
         """Seconds for this many sequences on a device that has one of `parts` of the unit.
 
-        flops: a second. bandwidth: bytes a second. Products overlap their own traffic; other operations follow.
+        flops: a second. float8: of products in float8. bandwidth: bytes a second. Products overlap their own traffic;
+        other operations follow.
         """
-        computing = rows * self.flops / flops
+        computing = rows * ((self.flops - self.float8) / flops + self.float8 / float8)
         moving = (rows * self.row_bytes + self.fixed_bytes) / bandwidth
         others = rows * self.row_bytes / bandwidth
         return (max(computing, moving) + others) / parts
@@ -78,8 +80,8 @@ def _traced(config: Config, known: Known) -> ModelWork:
     remat: Remat = "full" if config.memory.remat in ("sqrt", "offload") else config.memory.remat
     one, two = (_passes(config, known, remat, rows) for rows in (1, 2))
     works = []
-    for (flops, nbytes), (_, more) in zip(one, two, strict=True):
-        works.append(UnitWork(flops, more - nbytes, 2 * nbytes - more))
+    for (flops, float8, nbytes), (*_, more) in zip(one, two, strict=True):
+        works.append(UnitWork(flops, float8, more - nbytes, 2 * nbytes - more))
     forward, block, ends = works
     if config.memory.remat == "sqrt":  # a segment is computed again, and each of its blocks once more
         block += forward
@@ -87,9 +89,9 @@ def _traced(config: Config, known: Known) -> ModelWork:
     return ModelWork(forward, block, plain, ends)
 
 
-def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple[float, float]]:
-    """(FLOPs, bytes of products) of a block's forward pass, of both its passes, and of embedding and head. Backward
-    passes end where nothing before them is trained."""
+def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple[float, float, float]]:
+    """(FLOPs, those in float8, bytes of products) of a block's forward pass, of both its passes, and of embedding and
+    head. Backward passes end where nothing before them is trained."""
     single = _on_one_device(config, rows)
     precision, model = precision_of(config.precision), known.model(single)
     batch = {
@@ -144,8 +146,10 @@ def _shape_of(function: Callable[..., Any], *given: Any) -> Any:
     return jax.eval_shape(_region(function), *given)
 
 
-def _counted(function: Callable[..., Any], moved: tuple[Any, ...], *given: Any, fused: bool) -> tuple[float, float]:
-    """(FLOPs, bytes of products) of a call, and of its backward pass over what is moved, if anything is.
+def _counted(
+    function: Callable[..., Any], moved: tuple[Any, ...], *given: Any, fused: bool
+) -> tuple[float, float, float]:
+    """(FLOPs, those in float8, bytes of products) of a call, and of its backward pass over what is moved, if any.
 
     moved: of each argument a bool, or a tree of them. fused: whether attention is a kernel that stores no scores.
     """
@@ -171,4 +175,4 @@ def _counted(function: Callable[..., Any], moved: tuple[Any, ...], *given: Any, 
         return value, pull(to_varying(jnp.ones_like(value), BATCH_LIKE))
 
     program = without_dead_code(jax.make_jaxpr(_region(both))(*given))
-    return flops_of(program), bytes_of_products(program, fused_attention=fused)
+    return flops_of(program), flops_in_float8(program), bytes_of_products(program, fused_attention=fused)

@@ -17,6 +17,8 @@ from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, PyTree
 
+# An operand in float8 is read twice in 16 bits, for its largest value and to be rounded, written, and read.
+_FLOAT8_BYTES = 2 + 2 + 1 + 1
 _BACKWARD = 2  # a backward pass multiplies twice as much as its forward pass
 
 
@@ -28,6 +30,16 @@ def flops_of(jaxpr: Any) -> float:
     Elementwise work, a few percent of a transformer's, is left out.
     """
     return _total(jaxpr, _flops_of_product)
+
+
+def flops_in_float8(jaxpr: Any) -> float:
+    """Those of `flops_of` in products of float8 arrays. In fp8 scores, embedding, head and experts are not."""
+
+    def own(equation: Any) -> float | None:
+        flops = _flops_of_product(equation)
+        return flops if flops is None or equation.invars[0].aval.dtype.name.startswith("float8") else 0.0
+
+    return _total(jaxpr, own)
 
 
 def bytes_of_products(jaxpr: Any, *, fused_attention: bool) -> float:
@@ -42,9 +54,14 @@ def bytes_of_products(jaxpr: Any, *, fused_attention: bool) -> float:
         if fused_attention and equation.primitive.name == "dot_general" and equation.params["dimension_numbers"][1][0]:
             return 0.0
         arrays = [each.aval for each in (*equation.invars, *equation.outvars)]
-        return float(sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays))
+        return float(sum(math.prod(each.shape) * _bytes_moved(each.dtype) for each in arrays))
 
     return _total(jaxpr, moved)
+
+
+def _bytes_moved(dtype: Any) -> int:
+    """For each element of an operand or result."""
+    return _FLOAT8_BYTES if dtype.name.startswith("float8") else int(dtype.itemsize)
 
 
 def _total(jaxpr: Any, of_product: Callable[[Any], float | None]) -> float:
