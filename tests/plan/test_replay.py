@@ -231,6 +231,33 @@ ENTRY %main (q: bf16[2,128,4,64], a: bf16[32,64], b: bf16[64,16]) -> bf16[32,16]
     assert costs.flops(body["g"], body) == 2.0 * 32 * 64 * 16
 
 
+def test_flops_of_convolutions_and_of_batched_products() -> None:
+    """Of cuDNN's three passes, which name their arrays as the forward pass does, and as XLA has them before."""
+    text = """HloModule test
+
+ENTRY %main (x: bf16[8,16,16,4], k: bf16[3,3,4,32], y: bf16[8,16,16,32], q: f32[9,8,64], w: f32[9,64,16]) -> f32[] {
+  %x = bf16[8,16,16,4]{3,2,1,0} parameter(0)
+  %k = bf16[3,3,4,32]{3,2,1,0} parameter(1)
+  %y = bf16[8,16,16,32]{3,2,1,0} parameter(2)
+  %q = f32[9,8,64]{2,1,0} parameter(3)
+  %w = f32[9,64,16]{2,1,0} parameter(4)
+  %plain = bf16[8,16,16,32]{3,2,1,0} convolution(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f
+  %f = (bf16[8,16,16,32]{3,2,1,0}, u8[0]) custom-call(%x, %k), CONVForward"
+  %i = (bf16[8,16,16,4]{3,2,1,0}, u8[0]) custom-call(%y, %k), CONVBackwardInput"
+  %g = (bf16[3,3,4,32]{3,2,1,0}, u8[0]) custom-call(%x, %y), CONVBackwardFilter"
+  %b = (f32[9,8,16]{2,1,0}, s8[64]{0}) custom-call(%q, %w), custom_call_target="__cublas$gemm", BATCHED
+  ROOT %r = f32[] constant(0)
+}
+"""
+    text = text.replace("CONV", 'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$conv')
+    text = text.replace("BATCHED", 'backend_config={"dims":{"lhs_batch_dimensions":["0"]}}')
+    computations, entry = parse(text)
+    body, costs = computations[entry], InstructionCosts(computations)
+    assert [costs.flops(body[name], body) for name in ("plain", "f", "i", "g")] == [2.0 * 8 * 16 * 16 * 32 * 9 * 4] * 4
+    assert costs.flops(body["b"], body) == pytest.approx(2.0 * 9 * 8 * 64 * 16)
+    assert costs.multiplies(body["plain"], body) == costs.multiplies(body["g"], body) == "bf16"
+
+
 def test_of_a_slice_of_a_slice_the_smaller_is_read() -> None:
     """A block's queries, keys and values in a stack of all blocks', of which a kernel reads the values."""
     text = """HloModule test, is_scheduled=true

@@ -182,6 +182,8 @@ class InstructionCosts:
         """FLOPs of the matrix products in an instruction and in what it calls. Other FLOPs are bound by memory."""
         if own.opcode == "dot":
             return _dot_flops(own, inside)
+        if own.opcode == "convolution":
+            return _convolution_flops(own, inside)
         if own.opcode == "custom-call":
             return _custom_call_flops(own, inside)
         body = self.computations.get(own.called() or "", {})
@@ -190,7 +192,7 @@ class InstructionCosts:
     def multiplies(self, own: Instruction, inside: Computation) -> str:
         """The type that an instruction multiplies in, which is the first operand's of its first matrix product: "bf16";
         "" without one."""
-        if own.opcode == "dot" or (own.opcode == "custom-call" and _custom_call_flops(own, inside)):
+        if own.opcode in ("dot", "convolution") or (own.opcode == "custom-call" and _custom_call_flops(own, inside)):
             given = [arrays(inside[each].shape)[0][0] for each in own.operands[:1] if each in inside]
             return given[0] if given else ""
         body = self.computations.get(own.called() or "", {})
@@ -251,6 +253,20 @@ def _dot_flops(own: Instruction, inside: Computation) -> float:
     return 2.0 * math.prod(arrays(own.shape)[0][1]) * math.prod(contracted)
 
 
+def _convolution_flops(own: Instruction, inside: Computation, what: str = "Forward") -> float:
+    """FLOPs of a convolution: for each element of its forward pass's output, those of the kernel of one channel.
+
+    what: "Forward", "BackwardInput" or "BackwardFilter", of cuDNN's calls, which name their arrays as that pass does.
+    """
+    labels = re.search(r"dim_labels=\w+_(\w+)->", own.rest)
+    if labels is None or not all(each in inside for each in own.operands[:2]):
+        return 0.0
+    first, second = (arrays(inside[each].shape)[0][1] for each in own.operands[:2])
+    result = arrays(own.shape)[0][1]
+    kernel, output = {"BackwardInput": (second, first), "BackwardFilter": (result, second)}.get(what, (second, result))
+    return 2.0 * math.prod(output) * math.prod(kernel) / kernel[labels[1].index("o")]
+
+
 def head_width(own: Instruction, inside: Computation) -> int:
     """The width of a head, if the instruction is cuDNN's attention; else 0."""
     if own.opcode != "custom-call" or f'custom_call_target="__cudnn${_ATTENTION}' not in own.rest:
@@ -259,13 +275,19 @@ def head_width(own: Instruction, inside: Computation) -> int:
 
 
 def _custom_call_flops(own: Instruction, inside: Computation) -> float:
-    """FLOPs of cuDNN's attention and of cuBLAS's products; 0 for other custom calls."""
+    """FLOPs of cuDNN's attention and convolutions, and of cuBLAS's products; 0 for other custom calls."""
     found = re.search(r'custom_call_target="([^"]+)"', own.rest)
     target = found[1] if found else ""
     shapes = [arrays(inside[each].shape)[0][1] for each in own.operands[:2] if each in inside]
     if _ATTENTION in target:  # queries [B, S, heads, width]: two products forward, five backward; half, if causal
         forward = 4.0 * math.prod(shapes[0]) * shapes[0][1] * (0.5 if "CAUSAL" in own.rest else 1.0)
         return forward * (2.5 if "Backward" in target else 1.0)
+    if (
+        conv := re.match(r"__cudnn\$conv(?:BiasActivation)?(Forward|BackwardInput|BackwardFilter)", target)
+    ) is not None:
+        return _convolution_flops(own, inside, conv[1])
     if "gemm" in target or "matmul" in target:  # [m, k] x [k, n] -> [m, n]: the root of the product of sizes is m k n
-        return 2.0 * math.sqrt(math.prod(map(math.prod, shapes)) * math.prod(arrays(own.shape)[0][1]))
+        named = re.search(r'"lhs_batch_dimensions":\[([\d",]*)\]', own.rest)  # these are in all three sizes
+        batch = math.prod(shapes[0][int(dim)] for dim in re.findall(r"\d+", named[1])) if named and shapes else 1
+        return 2.0 * math.sqrt(math.prod(map(math.prod, shapes)) * math.prod(arrays(own.shape)[0][1]) / max(1, batch))
     return 0.0
