@@ -151,9 +151,7 @@ def make_program(model: ModelDef, strategy: Strategy, specs: PyTree, options: St
         return h
 
     embed = rematerialise(embed, options.remat, gathers=units.gathers_again("embed"), in_scan=False)
-
-    def head(diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        return _run_head(units, diff, captured, h, batch)
+    head = functools.partial(_run_head, units)
 
     def through(diff: PyTree, captured: PyTree, h: jax.Array, batch: PyTree) -> jax.Array:
         units.check_conditions(inside=True)  # `relay` has a condition, whatever the option says about schedules

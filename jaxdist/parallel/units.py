@@ -12,8 +12,10 @@ from jaxdist.config.rules.overlap import check_conditions
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.parallel.strategy import Strategy, regathers
+from jaxdist.precision.policy import accumulation_dtype
 from jaxdist.specs import STACKED, PyTree, only
 
+Sums = tuple[jax.Array, jax.Array]
 EMBED_LAYER = 0  # dropout keys of the embedding fold this number; those of block i fold i + 1
 fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
@@ -94,12 +96,12 @@ class Units(NamedTuple):
             )
         return found
 
-    def run_head(
-        self, params: PyTree, table: PyTree | None, h: jax.Array, batch: PyTree
-    ) -> tuple[jax.Array, jax.Array]:
-        """(loss sum, weight sum). table: the embedding's parameters, for a tied head."""
-        found: tuple[jax.Array, jax.Array] = self.run("head", self.model.head, params, table, h, batch)
-        return found
+    def run_head(self, params: PyTree, table: PyTree | None, h: jax.Array, batch: PyTree) -> Sums:
+        """(loss sum, weight sum), at least in fp32. table: the embedding's parameters, for a tied head."""
+        sums: Sums = self.run("head", self.model.head, params, table, h, batch)
+        wide = accumulation_dtype(jnp.asarray(sums[0]).dtype)  # half precision rounds a weight, or makes it inf
+        sums = jax.tree.map(lambda each: jnp.asarray(each).astype(wide), sums)  # and metrics, in evaluations
+        return sums
 
     def check_conditions(self, *, inside: bool) -> None:
         """Raise `UserError` if blocks that run inside conditions would send by ppermute there."""
