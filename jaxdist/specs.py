@@ -200,8 +200,9 @@ def spec_leaves(specs: PyTree) -> list[P]:
 
 
 def is_model(tree: PyTree) -> bool:
-    """Whether a tree of parameters, or of their specs, has the units of a `ModelDef`."""
-    return isinstance(tree, dict) and set(tree) == set(UNITS)
+    """Whether a tree of parameters, or of specs, is as a `ModelDef`'s. Lists, and `nnx.List`s, number their blocks."""
+    units = isinstance(tree, dict) and set(tree) == set(UNITS) and isinstance(tree[STACKED], dict)
+    return units and not any(str(key).isdigit() for key in tree[STACKED])
 
 
 def unit_specs(specs: PyTree) -> PyTree:

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 
 from jaxdist.errors import UserError
-from jaxdist.specs import STACKED, PyTree, is_model, path_name
+from jaxdist.optim.per_block import has_stack
+from jaxdist.specs import STACKED, PyTree, path_name
 
 if TYPE_CHECKING:
     from jaxdist.config.sections.optimizer import OptimizerConfig
@@ -47,7 +48,7 @@ def with_groups(
         """(of the updates, of weight decay) for each parameter: numbers, or one for each row of a stack. check: whether
         these are all parameters, so that each group has one."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-        stacked, used = is_model(params), set[int]()
+        stacked, used = has_stack(params), set[int]()
         decays = jax.tree.leaves(mask(params))
         found = [
             _of_leaf(path_name(path), leaf, decay, config, order if stacked else None, used)

@@ -13,8 +13,8 @@ from jaxdist.config.resolve import warmup_of
 from jaxdist.errors import UserError
 from jaxdist.optim.muon import muon
 from jaxdist.optim.norms import clip_by_ordered_norm
-from jaxdist.optim.per_block import adafactor
-from jaxdist.specs import STACKED, PyTree, is_model
+from jaxdist.optim.per_block import adafactor, has_stack
+from jaxdist.specs import STACKED, PyTree
 
 if TYPE_CHECKING:
     from jaxdist.config.sections.optimizer import OptimizerConfig
@@ -58,7 +58,7 @@ def learning_rates(config: "OptimizerConfig", steps: int) -> np.ndarray:
 
 def decay_mask(params: PyTree) -> PyTree:
     """The mask of weight decay: true for matrices and tables, false for vectors, also those of stacked blocks."""
-    stacked = is_model(params)
+    stacked = has_stack(params)
 
     def decays(path: tuple[Any, ...], leaf: Any) -> bool:
         names = [getattr(key, "key", None) for key in path]

@@ -19,8 +19,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxdist.optim.per_block import counted_dims
-from jaxdist.specs import STACKED, PyTree, axes_by_dim, is_model, path_name
+from jaxdist.optim.per_block import counted_dims, has_stack
+from jaxdist.specs import STACKED, PyTree, axes_by_dim, path_name
 
 OPTIMIZER = "optimizer."  # the scope of what an optimizer sends, before the name of the parameter
 Orthogonalise = Callable[[jax.Array], jax.Array]
@@ -33,7 +33,7 @@ def muon_dims(params: PyTree) -> PyTree:
     each, are a batch of matrices. Adam gets embeddings, head and vectors (Jordan et al. 2024). In a tree that is not a
     `ModelDef`'s, Muon gets all 2-D leaves.
     """
-    stacked = is_model(params)
+    stacked = has_stack(params)
 
     def dims(path: tuple[Any, ...], leaf: Any) -> Any:
         if not stacked:
@@ -116,7 +116,7 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
         if shardings is None:
             return stock.update(updates, state, params)
         known = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)}
-        stacked, count = is_model(updates), optax.safe_increment(state.count)
+        stacked, count = has_stack(updates), optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         old = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
         new = optax.tree.bias_correction(updates, beta, count)
@@ -168,7 +168,7 @@ def muon(
 def _consistent_rms(updates: PyTree, params: PyTree) -> PyTree:
     """The updates times 0.2 sqrt(max(inputs, outputs)): then their elements are as large as those of AdamW's updates,
     so that one learning rate serves both (Liu et al. 2025, section 2.2)."""
-    stacked = is_model(updates)
+    stacked = has_stack(updates)
 
     def scaled(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         first = (1 + counted_dims(path)) * stacked

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxdist.errors import UserError
 from jaxdist.specs import STACKED, PyTree, is_model
 
 EXPERTS = "experts"  # the layer whose kernels stack those of all experts
@@ -30,6 +31,19 @@ class PerBlock(NamedTuple):
 
     blocks: Any
     others: Any
+
+
+def has_stack(params: PyTree) -> bool:
+    """Whether the blocks of these parameters are stacked: `is_model`. Raises `UserError` for blocks that cannot be."""
+    if not is_model(params):
+        return False
+    rows = {leaf.shape[:1] for leaf in jax.tree.leaves(params[STACKED])}
+    if len(rows) > 1:
+        raise UserError(
+            f"params: with the keys {', '.join(params)} they are a ModelDef's, whose blocks are stacked along dim 0, and"
+            f" leaves of blocks have {sorted(rows)} there; allowed: one length; or give a key another name"
+        )
+    return True
 
 
 def counted_dims(path: tuple[Any, ...]) -> int:
@@ -88,7 +102,7 @@ def per_block(optimizer: optax.GradientTransformation, *, matrices: bool = False
     shaped = _as_matrices if matrices else lambda blocks: blocks
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree] | None:
-        if not is_model(params) or not jax.tree.leaves(params[STACKED]):
+        if not has_stack(params) or not jax.tree.leaves(params[STACKED]):
             return None
         return {STACKED: params[STACKED]}, {name: unit for name, unit in params.items() if name != STACKED}
 

@@ -146,6 +146,29 @@ def test_vectors_are_not_decayed_however_they_are_stacked() -> None:
     assert decay_mask({"blocks": vector}) == {"blocks": {"gamma": True, "kernel": True}}  # no model: nothing is stacked
 
 
+@pytest.mark.parametrize("blocks", [list, lambda rows: dict(enumerate(rows))])
+@jax.numpy_dtype_promotion("standard")  # as the optimizers of optax need it
+def test_blocks_of_a_tree_of_ones_own_are_not_stacked(blocks: Any) -> None:
+    """As of a list, and of an `nnx.List`: a matrix of them was taken for a stack of vectors."""
+    block = {"kernel": jnp.ones((4, 6)), "gamma": jnp.ones(6)}
+    tree = {"embed": jnp.ones((8, 4)), "blocks": blocks([block, block]), "head": {"kernel": jnp.ones((4, 8))}}
+    other = {"embed": tree["embed"], "layers": tree["blocks"], "head": tree["head"]}  # with a name that is no unit
+    names = [name.replace("blocks", "layers") for name in leaves_by_name(tree)]
+    decayed = leaves_by_name(decay_mask(tree))
+    assert [*decayed.values()] == [name.endswith(("kernel", "embed")) for name in names]
+    for name in ("adamw", "muon", "adafactor"):
+        updates = []
+        for each in (tree, other):
+            tx = make_optimizer(OptimizerConfig(name=name, clip_norm=0), steps=3)
+            updates.append(tx.update(jax.tree.map(jnp.cos, each), tx.init(each), each)[0])
+        assert leaves_by_name(updates[0]["blocks"]).keys() == leaves_by_name(updates[1]["layers"]).keys()
+        jax.tree.map(np.testing.assert_array_equal, updates[0]["blocks"], updates[1]["layers"])
+    with pytest.raises(
+        UserError, match=r"params: .* leaves of blocks have \[\(4,\), \(6,\)\] there; allowed: one length"
+    ):
+        decay_mask({**tree, "blocks": block})
+
+
 def test_muon_takes_the_kernels_of_blocks() -> None:
     shapes = gpt(MODEL, max_length=8).shapes
     dims = {
