@@ -66,6 +66,7 @@ class ModelDef(NamedTuple):
         first dim of an array is that of the rows of stacked blocks, and in metrics that of blocks in the model's order.
     weighs_rows: whether `rows` reads the leaf `loss_seed` [B] of a batch in training: what the loss of each sample is
         multiplied by before it is differentiated. Losses inside blocks need it (`jaxdist.nn.experts`).
+    arranged: the number of pipeline stages for which rows of blocks are in order; 0: they are in the model's order.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -93,6 +94,7 @@ class ModelDef(NamedTuple):
     update_rules: Mapping[str, UpdateRule] = MappingProxyType({})
     figures: Callable[[PyTree], dict[str, jax.Array]] | None = None
     weighs_rows: bool = False
+    arranged: int = 0
 
     def read_by_blocks(self, batch: PyTree) -> PyTree:
         """What every block is given beside h: (dropout keys [B], rows if the model has any)."""

@@ -40,7 +40,7 @@ def has_stack(params: PyTree) -> bool:
     rows = {leaf.shape[:1] for leaf in jax.tree.leaves(params[STACKED])}
     if len(rows) > 1:
         raise UserError(
-            f"params: with the keys {', '.join(params)} they are a ModelDef's, whose blocks are stacked along dim 0, and"
+            f"params: with the keys {', '.join(params)} they are a ModelDef's, whose blocks are stacked on dim 0, and"
             f" leaves of blocks have {sorted(rows)} there; allowed: one length; or give a key another name"
         )
     return True

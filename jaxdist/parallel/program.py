@@ -78,14 +78,21 @@ def _check(model: ModelDef, options: StepOptions) -> None:
 
 
 def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh, name: str = "model") -> None:
-    """Raise `UserError` for no mesh, for what is no model (as a module of Flax, which has no loss), and for an axis all
-    of whose devices would do the same work. A loss of the user's own is asked when it is traced. name: the argument."""
+    """Raise `UserError` for no mesh, for what is no model (as a module of Flax, which has no loss), for another number
+    of stages than the model's, and for an axis all of whose devices would do the same work. A loss of the user's own is
+    asked when it is traced. name: the argument."""
     check_mesh(mesh)
     kinds = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(model).__mro__}
     own = callable(model) and not {"builtins.type", "flax.Module"} & kinds
     check_argument(name, model, isinstance(model, ModelDef) or own)
     if not isinstance(model, ModelDef):
         return
+    if model.arranged not in (0, pipe := mesh.shape["pipe"]):
+        sizes = f"blocks={list(model.stages)}" if model.stages else f"chunks={model.chunks}"
+        raise UserError(
+            f"mesh.pipe: {pipe} is given, but the model was arranged for {model.arranged} stages, with {sizes};"
+            " give both the same"
+        )
     used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}
     unused = (*(["context"] if model.context is None else []), *{"tensor"} - used)
     for axis in unused:

@@ -24,7 +24,7 @@ from jaxdist.optim.ema import EMA_STATES, ema_of, ema_of_model_state
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import check_metrics, read_results
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.program import in_precision, make_program, program_and_region
+from jaxdist.parallel.program import check_axes, in_precision, make_program, program_and_region
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
@@ -111,6 +111,7 @@ def _measured(model: ModelDef) -> ModelDef:
 def make_eval_step(model: ModelDef, mesh: Mesh, specs: PyTree, strategy: Strategy) -> Callable[..., Any]:
     """Compiled (params, batch) -> {"loss": (sum, weight)} and the head's metrics, {name: (sum, weight)}, over the
     global batch. `model` should have no dropout; if it has, a batch may have "keys" for it, one a row."""
+    check_axes(model, mesh)
     program = make_program(_measured(model), strategy, specs)
 
     def region(params: PyTree, batch: PyTree) -> dict[str, tuple[jax.Array, jax.Array]]:

@@ -20,13 +20,12 @@ from jaxdist.collectives import to_varying
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.generation.forward import make_logits
-from jaxdist.init import state_target
 from jaxdist.mesh import BATCH_LIKE, make_mesh
 from jaxdist.optim.make import make_optimizer
 from jaxdist.parallel.blocks.branch import by_condition, by_mask
 from jaxdist.parallel.blocks.layers import BlockRows, OneBlock, ScannedBlocks
 from jaxdist.parallel.compose import get_strategy
-from jaxdist.parallel.options import StrategyOptions
+from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.parallel.pipeline.relay import blocks_of_chunk
 from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks
 from jaxdist.precision.policy import POLICIES
@@ -272,10 +271,16 @@ def test_sizes_that_do_not_fit_are_named(blocks: tuple[int, ...], message: str) 
     assert "\n" not in str(error.value)
 
 
-def test_another_number_of_stages_than_the_model_was_arranged_for_is_named() -> None:
-    """Four rows can be cut into four stages, too."""
-    model, mesh, tx = pipelines.model_of(FIRST, "fp32"), make_mesh(pipe=4), layouts.optimizer()
-    step = make_train_step(model, tx, mesh, schedule="gpipe", microbatches=4)
-    with pytest.raises(UserError, match=r"mesh.pipe: 4 is given, but .* 2 stages, with blocks=\[1, 2\]") as error:
-        step.lower(state_target(model, tx, mesh), layouts.make_batch(32, 0))
-    assert "\n" not in str(error.value)
+CHUNKED = FIRST._replace(layers=4, stages=(), chunks=2)
+
+
+@pytest.mark.parametrize(("case", "sizes"), [(FIRST, r"blocks=\[1, 2\]"), (CHUNKED, "chunks=2")])
+@pytest.mark.parametrize("pipe", [1, 4])
+def test_another_number_of_stages_than_the_model_was_arranged_for_is_named(case: Case, sizes: str, pipe: int) -> None:
+    """Four rows can be cut into four stages, too; chunks ran their blocks in another order than the model's."""
+    model, mesh, tx = pipelines.model_of(case, "fp32"), make_mesh(pipe=pipe), layouts.optimizer()
+    told = f"mesh.pipe: {pipe} is given, but .* 2 stages, with {sizes}; give both the same$"
+    with pytest.raises(UserError, match=told):
+        make_train_step(model, tx, mesh)
+    with pytest.raises(UserError, match=told):
+        make_eval_step(model, mesh, model.specs, get_strategy(StepOptions()))

@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 
 from jaxdist.collectives import active_axes, rank, to_varying, zeros_varying_like
-from jaxdist.errors import UserError
 from jaxdist.parallel.blocks.branch import by_condition, typed_like
 from jaxdist.parallel.blocks.layers import BlockRows, at
 from jaxdist.specs import PyTree
@@ -26,16 +25,11 @@ def blocks_of_chunk(
     diff: PyTree, captured: PyTree, chunk: jax.Array | int, *, chunks: int, counts: tuple[int, ...]
 ) -> BlockRows:
     """One chunk of this stage's stacked blocks. counts: as `ModelDef.stages`."""
-    stages = lax.axis_size("pipe")
-    if counts and len(counts) != chunks * stages:
-        raise UserError(
-            f"mesh.pipe: {stages} is given, but the model was arranged for"
-            f" {len(counts) // chunks} stages, with blocks={list(counts)}; give both the same"
-        )
     if chunks > 1:
         diff, captured = at(cut_into_chunks((diff, captured), chunks), chunk)
     length = jax.tree.leaves((diff, captured))[0].shape[0]
-    row, number = jnp.arange(length, dtype=jnp.int32), chunk * stages + rank("pipe")  # of the virtual stage
+    row = jnp.arange(length, dtype=jnp.int32)
+    number = chunk * lax.axis_size("pipe") + rank("pipe")  # of the virtual stage
     if not counts:
         return BlockRows(diff, captured, 1 + number * len(row) + row)
     before, count = jnp.asarray([np.cumsum(counts) - counts, counts], jnp.int32)[:, number]
