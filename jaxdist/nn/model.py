@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +16,7 @@ from jaxdist.jaxpr.alike import stacked
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention.cache import run_cached
 from jaxdist.nn.embedding import PositionEmbed
+from jaxdist.nn.module_checks import NO_ARRAYS, check_arrays, check_build, check_calls, check_variables
 from jaxdist.nn.param import specs_of, update_rules_of
 from jaxdist.specs import STACKED, PyTree, map_specs
 
@@ -26,37 +26,9 @@ PARTS = {
     "head": "a module, head(h, batch, embed or None) -> (loss sum, weight sum)",
 }
 
-NO_ARRAYS = (
-    "A model holds no arrays but its parameters: keep the numbers that it is made of, and compute it in __call__ (there"
-    " the compiler makes a constant of it); or make it an nnx.Param, which is trained unless `freeze` names it"
-)
-
 
 def _pure(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def _class_of(build: Any) -> str:
-    """The name of the class that is built, or "Model" where it is not known, as of a lambda."""
-    if isinstance(build, nnx.Module):
-        return type(build).__name__
-    name = getattr(getattr(build, "func", build), "__name__", "")
-    return name if name.isidentifier() else "Model"
-
-
-def _check_build(build: Any) -> None:
-    """Raise `UserError` unless it can be called with random streams alone."""
-    give = f"give a function of random streams: model_def(lambda rngs: {_class_of(build)}(..., rngs=rngs))"
-    if isinstance(build, nnx.Module):
-        raise UserError(f"model_def: build is a {_class_of(build)} that is made already; {give}")
-    partial = isinstance(build, functools.partial)
-    called, given = (build.func, (build.args, build.keywords)) if partial else (build, ((), {}))
-    if isinstance(called, type):  # `nnx.Module`'s metaclass takes anything
-        called = functools.partial(called.__init__, None)  # type: ignore[misc]  # of this very class
-    try:
-        inspect.signature(called).bind(*given[0], None, **given[1])
-    except (TypeError, ValueError) as error:  # ValueError: it has no signature
-        raise UserError(f"model_def: build is not called with one argument, an nnx.Rngs ({error}); {give}") from None
 
 
 def _of_layers(module: nnx.Module, option: str) -> list[Any]:
@@ -70,11 +42,11 @@ def _any_layer(module: nnx.Module, option: str) -> bool:
 
 def _skeleton(build: Callable[[nnx.Rngs], Any], *, rows: bool) -> Any:
     """The module without arrays. Raises `UserError` for what makes none, and for a module that has no such parts."""
-    _check_build(build)
+    check_build(build)
 
     def checked() -> Any:
         module = build(nnx.Rngs(0))
-        _check_arrays(module)  # here, while it is traced: arrays among what is static cannot leave the trace
+        check_arrays(module)  # here, while it is traced: arrays among what is static cannot leave the trace
         return module
 
     try:
@@ -93,33 +65,9 @@ def _skeleton(build: Callable[[nnx.Rngs], Any], *, rows: bool) -> Any:
         fits = isinstance(modules, nnx.List | list) and len(modules) > 0
         if not fits or not all(isinstance(module, nnx.Module) for module in modules):
             raise UserError(f"model_def: {of}.{part}, a {type(own).__name__}, does not fit; allowed: {part}: {what}")
-    _check_variables(skeleton)
-    _check_calls(skeleton, rows=rows)
+    check_variables(skeleton)
+    check_calls(skeleton, rows=rows)
     return skeleton
-
-
-def _check_arrays(module: Any) -> None:
-    """Raise `UserError` for an array that an attribute holds without an nnx.Param."""
-    for path, node in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
-        own = lambda each: isinstance(each, nnx.Variable | nnx.Module)  # which are nodes themselves  # noqa: E731
-        held = [] if own(node) else jax.tree.leaves(node, is_leaf=own) if isinstance(node, dict) else [node]
-        if any(isinstance(each, jax.Array | np.ndarray) for each in held):
-            raise UserError(f"model_def: {'.'.join(map(str, path))} is an array. {NO_ARRAYS}")
-
-
-def _check_calls(skeleton: Any, *, rows: bool) -> None:
-    """Raise `UserError` for a part that does not take what it is called with. rows: whether blocks are given rows."""
-    calls = {"embed": "batch, keys", STACKED: "h, keys, rows" if rows else "h, keys", "head": "h, batch, embed"}
-    for part, given in calls.items():
-        module = skeleton.blocks[0] if part == STACKED else getattr(skeleton, part)
-        try:
-            inspect.signature(module).bind(*given.split(", "))
-        except TypeError as error:  # of what cannot be called, too
-            other = "leave model_def's rows out" if rows else "for more give model_def(..., rows=lambda batch: ...)"
-            raise UserError(
-                f"model_def: {type(module).__name__} of {part} is called with ({given}), and does not take that"
-                f" ({error}); write def __call__(self, {given}){f'; or {other}' if part == STACKED else ''}"
-            ) from None
 
 
 def _reads(reader: str, function: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -142,43 +90,6 @@ def _reads(reader: str, function: Callable[..., Any], place: int) -> Callable[..
             ) from error
 
     return read
-
-
-def _check_variables(skeleton: Any) -> None:
-    """Raise `UserError` for state that is no parameter, and for a parameter outside the parts or in two of them."""
-    nodes, owners = dict(nnx.iter_graph(skeleton)), dict[int, str]()
-    blocks = {f"blocks[{i}]": block for i, block in enumerate(skeleton.blocks)}
-    for part, module in {"embed": skeleton.embed, **blocks, "head": skeleton.head}.items():
-        for _, node in nnx.iter_graph(module):
-            if isinstance(node, nnx.Param) and owners.setdefault(id(node), part) != part:
-                tied = "give the head the embedding as its third argument, by model_def(..., tied=True)"
-                raise UserError(
-                    f"model_def: {owners[id(node)]} and {part} share a parameter, which would become two;"
-                    f" {tied if part == 'head' else 'make one for each'}"
-                )
-    for path, node in nodes.items():
-        if not isinstance(node, nnx.Variable) or id(node) in owners:
-            continue
-        place, kind = ".".join(map(str, path)), type(node).__name__
-        if isinstance(node, nnx.Param):
-            raise UserError(
-                f"model_def: parameter {place} is in none of embed, blocks and head, so that nothing would compute"
-                " with it; put it into one of them"
-            )
-        while not isinstance(nodes[path], nnx.Module):
-            path = path[:-1]
-        layer, where = type(nodes[path]).__name__, ".".join(map(str, path))
-        where = where or "the model itself"
-        if isinstance(node, nnx.RngState):
-            raise UserError(
-                f"model_def: {where} ({layer}) holds random state, which would be the same at every step; keep no"
-                " nnx.Rngs; for dropout use jaxdist.nn.dropout(h, keys, site=1, rate=0.1), with another site for each;"
-                " recurrent layers of Flax keep one: give the model as a loss of your own, by jaxdist.nnx_loss"
-            )
-        raise UserError(
-            f"model_def: {where} ({layer}) holds a {kind}, state that is no nnx.Param; use a layer without, such as"
-            " nnx.LayerNorm or nnx.GroupNorm, or give the model as a loss of your own"
-        )
 
 
 def _uniform(blocks: Any) -> Any:
@@ -292,7 +203,7 @@ def _with_adapters(build: Any, lora: LoraConfig | None) -> tuple[Any, Callable[[
         return build, lambda block, keys_B: block
     from jaxdist.nn.lora import adapting, keyed  # which imports layers
 
-    _check_build(build)
+    check_build(build)
     return adapting(build, lora), keyed
 
 
