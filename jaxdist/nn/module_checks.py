@@ -5,6 +5,7 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -13,7 +14,8 @@ from jaxdist.specs import STACKED
 
 NO_ARRAYS = (
     "A model holds no arrays but its parameters: keep the numbers that it is made of, and compute it in __call__ (there"
-    " the compiler makes a constant of it); or make it an nnx.Param, which is trained unless `freeze` names it"
+    " the compiler makes a constant of it); or make it an nnx.Param of floats, which is trained unless `freeze` names"
+    " it"
 )
 
 
@@ -64,13 +66,28 @@ def check_calls(skeleton: Any, *, rows: bool) -> None:
             ) from None
 
 
+def _check_floats(place: str, param: nnx.Param) -> None:
+    """Raise `UserError` for a parameter of other numbers than floats, to which all are cast. place: its path."""
+    dtype = param.get_value().dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return
+    instead = "keep integers and bools as numbers in a tuple, and make the array in __call__"
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        instead = "make two parameters of floats, and the array in __call__ by jax.lax.complex(real, imaginary)"
+    raise UserError(f"model_def: parameter {place} is {dtype}; allowed: floats; {instead}")
+
+
 def check_variables(skeleton: Any) -> None:
-    """Raise `UserError` for state that is no parameter, and for a parameter outside the parts or in two of them."""
+    """Raise `UserError` for state that is no parameter, and for a parameter outside the parts or in two of them, or of
+    other numbers than floats."""
     nodes, owners = dict(nnx.iter_graph(skeleton)), dict[int, str]()
     blocks = {f"blocks[{i}]": block for i, block in enumerate(skeleton.blocks)}
     for part, module in {"embed": skeleton.embed, **blocks, "head": skeleton.head}.items():
-        for _, node in nnx.iter_graph(module):
-            if isinstance(node, nnx.Param) and owners.setdefault(id(node), part) != part:
+        for path, node in nnx.iter_graph(module):
+            if not isinstance(node, nnx.Param):
+                continue
+            _check_floats(".".join([part, *map(str, path)]), node)
+            if owners.setdefault(id(node), part) != part:
                 tied = "give the head the embedding as its third argument, by model_def(..., tied=True)"
                 raise UserError(
                     f"model_def: {owners[id(node)]} and {part} share a parameter, which would become two;"

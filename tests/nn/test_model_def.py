@@ -128,6 +128,14 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a dict of them": (blocks(*[lambda _: {"a": jnp.arange(3.0) + 1}] * 2), rf"blocks\.0\.held\.a {ARRAY}"),
     "a list of them": (blocks(*[lambda _: nnx.List([jnp.arange(3.0)])] * 2), rf"blocks\.0\.held\.0 {ARRAY}"),
     "a plain list": (blocks(*[lambda _: [np.ones(3)]] * 2), r"static attribute 'held' of .* A model holds no arrays"),
+    "complex": (
+        blocks(*[lambda _: nnx.Param(jnp.ones(3, complex))] * 2),
+        r"parameter blocks\[0\]\.held is complex64; allowed: floats; make two parameters of floats, .*lax\.complex\(",
+    ),
+    "integers": (
+        model(head=lambda rngs, _: Part(rngs, nnx.Param(jnp.arange(3)))),
+        r"parameter head\.held is int32; allowed: floats; keep integers and bools as numbers in a tuple, and make the",
+    ),
     "takes rows": (model(blocks=lambda rngs, _: nnx.List([TakesRows(rngs)])),
         r"TakesRows of blocks is called with \(h, keys\), .*rows.*; or for more give model_def\(\.\.\., rows=lambda"),
     "a head of two": (model(head=lambda rngs, _: TakesNone(rngs)),
