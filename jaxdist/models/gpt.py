@@ -52,9 +52,12 @@ def _documents(batch: Batch) -> PackedDocuments | None:
 
 
 def _expert_rows(batch: Batch) -> tuple[PackedDocuments | None, jax.Array | None]:
-    """What an `ExpertBlock` reads. The loss of a sample weighs as its tokens do; evaluations have no losses of it."""
-    seed_B = batch.get("loss_seed")
-    return _documents(batch), None if seed_B is None else seed_B * batch["weights"].astype(seed_B.dtype).sum(1)
+    """What an `ExpertBlock` reads. The loss of a sample weighs as its tokens that the head counts; evaluations have no
+    losses of it."""
+    if (seed_B := batch.get("loss_seed")) is None:
+        return _documents(batch), None
+    _, weights_BS = counted_targets(batch["targets"], batch["weights"], seed_B.dtype)
+    return _documents(batch), seed_B * weights_BS.astype(seed_B.dtype).sum(1)
 
 
 class Embed(nnx.Module):

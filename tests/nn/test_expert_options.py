@@ -77,6 +77,17 @@ def trained(moe: MoEConfig, sizes: dict[str, int], tx: Any = None, **given: Any)
     return found, jax.device_get(state.params)
 
 
+def test_losses_of_experts_weigh_as_the_tokens_that_count() -> None:
+    """Tokens are left out by a weight of 0, or by a target of -100, which counted for the losses of experts."""
+    batch, rows = make_batch(4, 0) | {"loss_seed": np.full(4, 0.5, np.float32)}, model_of(DROPLESS).rows
+    kept = np.arange(SEQ) >= SEQ - 3
+    by_weight = {**batch, "weights": (batch["weights"] * kept).astype(np.float32)}
+    by_target = {**batch, "targets": np.where(kept, batch["targets"], -100).astype(batch["targets"].dtype)}
+    documents, want = rows(by_weight)
+    assert documents is None and want.tolist() == (0.5 * by_weight["weights"].sum(1)).tolist()
+    assert rows(by_target)[1].tolist() == want.tolist() != rows(batch)[1].tolist()
+
+
 BYTES = [
     (dispatch, devices, remat)
     for dispatch in ("capacity", "dropless")
