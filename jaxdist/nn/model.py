@@ -16,7 +16,7 @@ from jaxdist.jaxpr.alike import stacked
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention.cache import run_cached
 from jaxdist.nn.embedding import PositionEmbed
-from jaxdist.nn.module_checks import NO_ARRAYS, check_arrays, check_build, check_calls, check_variables
+from jaxdist.nn.module_checks import NO_ARRAYS, check_arrays, check_build, check_calls, check_losses, check_variables
 from jaxdist.nn.param import specs_of, update_rules_of
 from jaxdist.specs import STACKED, PyTree, map_specs
 
@@ -67,6 +67,8 @@ def _skeleton(build: Callable[[nnx.Rngs], Any], *, rows: bool) -> Any:
             raise UserError(f"model_def: {of}.{part}, a {type(own).__name__}, does not fit; allowed: {part}: {what}")
     check_variables(skeleton)
     check_calls(skeleton, rows=rows)
+    if not rows:
+        check_losses(skeleton)
     return skeleton
 
 

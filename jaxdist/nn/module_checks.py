@@ -77,6 +77,19 @@ def _check_floats(place: str, param: nnx.Param) -> None:
     raise UserError(f"model_def: parameter {place} is {dtype}; allowed: floats; {instead}")
 
 
+def check_losses(skeleton: Any) -> None:
+    """Raise `UserError` for a layer with losses of its own in blocks that get no rows, which weigh them."""
+    for _, node in nnx.iter_graph(skeleton.blocks):
+        options = getattr(node, "options", None) if callable(getattr(node, "figures", None)) else None
+        for name in ("balance_loss", "z_loss"):
+            if value := getattr(options, name, 0):
+                raise UserError(
+                    f"model_def: rows is not given, and {name} {value:g} of {type(node).__name__} would count nothing;"
+                    " allowed: rows with the weight of each sample's losses, as docs/experts.md shows it; or"
+                    f" {name}=0"
+                )
+
+
 def check_variables(skeleton: Any) -> None:
     """Raise `UserError` for state that is no parameter, and for a parameter outside the parts or in two of them, or of
     other numbers than floats."""

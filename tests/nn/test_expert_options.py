@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxdist.init import init_state, state_target
 from jaxdist.jaxpr.walk import every_equation
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
-from jaxdist.nn import Attention, VocabEmbed, VocabHead, make_norm, model_def, vocab_cross_entropy, vocab_logits
+from jaxdist.nn import Attention, MoE, VocabEmbed, VocabHead, make_norm, model_def, vocab_cross_entropy, vocab_logits
 from jaxdist.nn.experts.balance import BySign
 from jaxdist.nn.experts.grouped import grouped_product
 from jaxdist.optim import only_trained
@@ -303,6 +304,32 @@ def test_what_does_not_go_with_it_is_one_line(name: str) -> None:
     overrides, text = REFUSED[name]
     with pytest.raises(UserError, match=re.escape(text)):
         load_config("configs/moe_quickstart.yaml", overrides, planned=True)
+
+
+@pytest.mark.parametrize("name", ["balance_loss", "z_loss"])
+def test_losses_without_rows_are_refused(name: str) -> None:
+    """A block without rows has no weights of these losses, which were left out without a word."""
+
+    class Part(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs, options: MoEConfig) -> None:
+            self.mlp = MoE(rngs, 8, options, kind="gelu", out_scale=1.0)
+
+        def __call__(self, h: Any, *given: Any) -> Any: ...
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs, **loss: float) -> None:
+            options = MoEConfig(EXPERTS, hidden=8, **loss)
+            self.blocks, self.embed, self.head = (
+                nnx.List([Part(rngs, options)]),
+                Part(rngs, options),
+                Part(rngs, options),
+            )
+
+    assert model_def(Model).layers == model_def(partial(Model, **{name: 0.5}), rows=lambda batch: None).layers == 1
+    with pytest.raises(
+        UserError, match=rf"model_def: rows is not given, and {name} 0\.5 of MoE would count nothing; allow"
+    ):
+        model_def(partial(Model, **{name: 0.5}))
 
 
 @pytest.mark.slow
