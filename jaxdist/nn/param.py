@@ -1,13 +1,16 @@
 """Parameters of layers: `nnx.Param` with the layer's PartitionSpec as metadata, and with its own update rule if it has
 one. No other module reads this metadata."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config.sections.grad_sync import GradSync
+from jaxdist.config.sections.moe import check_counts
 from jaxdist.model import UpdateRule
 from jaxdist.specs import PyTree
 
@@ -49,3 +52,9 @@ def update_rules_of(state: nnx.State) -> dict[str, UpdateRule]:
     """The parameters of an NNX state with an update rule of their own, by their dotted paths."""
     found = {".".join(map(str, path)): leaf.get_metadata().get("update") for path, leaf in nnx.to_flat_state(state)}
     return {path: rule for path, rule in found.items() if rule is not None}
+
+
+def check_rules(rules: Mapping[str, UpdateRule], sync: GradSync, reduce_dtype: Any) -> None:
+    """Raise `UserError` for sums that would round what parameters with update rules count."""
+    moved = next((name for name, rule in rules.items() if rule is not jnp.zeros_like), "")
+    check_counts(next(iter(rules)), sync.wire_dtype, jnp.dtype(reduce_dtype).name, goes_by=moved)

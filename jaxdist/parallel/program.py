@@ -75,6 +75,10 @@ def _check(model: ModelDef, options: StepOptions) -> None:
     check_unrolled(model.scan_blocks, options.remat, prefetch=prefetch, deterministic=deterministic)
     if prefetch and model.stages:
         refuse_stages("parallel.prefetch: 1", allowed="0")
+    if model.update_rules:
+        from jaxdist.nn.param import check_rules
+
+        check_rules(model.update_rules, options.grad_sync, options.precision.reduce)
 
 
 def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh, name: str = "model") -> None:

@@ -306,6 +306,31 @@ def test_what_does_not_go_with_it_is_one_line(name: str) -> None:
         load_config("configs/moe_quickstart.yaml", overrides, planned=True)
 
 
+@pytest.mark.parametrize("bias_rate", [0.01, None])
+def test_sums_that_round_counts_are_refused_from_python(bias_rate: float | None) -> None:
+    """As from a configuration: the biases stood still."""
+    model, mesh = model_of(dataclasses.replace(DROPLESS, bias_rate=bias_rate)), mesh_of({})
+    tx = optax.sgd(0.1)
+
+    def trace(**options: Any) -> None:
+        state = state_target(model, tx, mesh, **options)
+        make_train_step(model, tx, mesh, **options).jitted(state).trace(state, make_batch(4, 0))
+
+    for wire in ("bfloat16", "int8"):
+        with pytest.raises(
+            UserError, match=rf"^parallel\.grad_sync\.wire_dtype: '{wire}' would round the counts of tok"
+        ):
+            trace(grad_sync=GradSync("ring", wire_dtype=wire))
+    halved = POLICIES["fp32"]._replace(reduce=jnp.bfloat16)
+    if bias_rate is None:
+        trace(precision=halved)
+        return
+    with pytest.raises(
+        UserError, match=r"^precision\.reduce_dtype: 'bfloat16' .* that blocks\.mlp\.router\.bias goes by"
+    ):
+        trace(precision=halved)
+
+
 @pytest.mark.parametrize("name", ["balance_loss", "z_loss"])
 def test_losses_without_rows_are_refused(name: str) -> None:
     """A block without rows has no weights of these losses, which were left out without a word."""

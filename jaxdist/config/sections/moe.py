@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jaxdist.config.rules.fields import setting
+from jaxdist.config.rules.grad_sync import GRAD_SYNC
 from jaxdist.config.rules.pipeline import divisors, near
 from jaxdist.config.rules.precision import HALVES
 from jaxdist.errors import UserError
@@ -69,6 +70,21 @@ class MoEConfig:
             )
 
 
+def check_counts(of: str, wire_dtype: str | None, reduce_dtype: str, *, goes_by: str, instead: str = "") -> None:
+    """Raise `UserError` for sums that would round counts, which go with gradients. of: what counts. goes_by: what moves
+    by the counts; empty where they are shown only."""
+    if reduce_dtype in HALVES and goes_by:
+        raise UserError(
+            f"precision.reduce_dtype: {reduce_dtype!r} would round the numbers of tokens that {goes_by} goes by;"
+            f" allowed: float32{instead}"
+        )
+    if wire_dtype is not None:
+        raise UserError(
+            f"{GRAD_SYNC}.wire_dtype: {wire_dtype!r} would round the counts of tokens that go with the gradients of"
+            f" {of}; allowed: null"
+        )
+
+
 def check_moe(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
     """Raise `UserError` for what does not go with `model.moe`. model: resolved. sizes: of the mesh axes."""
     moe: MoEConfig = model.moe
@@ -96,19 +112,11 @@ def check_moe(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
             f"precision.policy: {config.precision.policy!r} stores parameters in {types.param}, in which the biases of"
             f" {MOE} would stand still; allowed: fp32, bf16, fp16, O1, O2; or {MOE}.experts=0"
         )
-    if types.reduce in HALVES and moe.bias_rate:
-        raise UserError(
-            f"precision.reduce_dtype: {types.reduce!r} would round the numbers of tokens that {MOE}.bias_rate"
-            f" {moe.bias_rate:g} goes by; allowed: float32; or {MOE}.bias_rate=null"
-        )
+    rate = f"{MOE}.bias_rate {moe.bias_rate:g}" if moe.bias_rate else ""
+    wire = config.parallel.grad_sync.wire_dtype
+    check_counts(MOE, wire, types.reduce, goes_by=rate, instead=f"; or {MOE}.bias_rate=null")
     if config.parallel.local.on and moe.bias_rate:
         raise UserError(
             f"parallel.local.every: {config.parallel.local.every}, and outer steps would move the biases of"
             f" {MOE}.bias_rate {moe.bias_rate:g} like trained parameters; allowed: 0; or {MOE}.bias_rate=null"
-        )
-    wire = config.parallel.grad_sync.wire_dtype
-    if wire is not None:
-        raise UserError(
-            f"parallel.grad_sync.wire_dtype: {wire!r} would round the counts of tokens that go with the gradients of"
-            f" {MOE}; allowed: null"
         )
