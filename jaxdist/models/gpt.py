@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxdist.config.entries import ModelFacts
 from jaxdist.config.rules.overlap import check_collective_matmul
+from jaxdist.config.rules.transformer import check_parts
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.nn import (
@@ -234,11 +235,13 @@ def gpt(
         "all_to_all", "gather" or "ring" (`jaxdist.nn.context.forms`). None: the axis must be off.
     lora: adapters of the blocks' layers, see `model_def`.
 
-    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8 or lora.
+    Raises `UserError` for collective_matmul without sequence_parallel, or with fp8 or lora, and for more parts of
+    `position_losses` than positions.
     """
     check_collective_matmul(collective_matmul, sequence_parallel=sequence_parallel, fp8=fp8)
     full = config.resolved()
     full.moe.check(layers=full.layers)
+    check_parts(full.position_losses, max_length)
     matmul: MatmulOptions = {"fp8": fp8, "sequence": sequence_parallel, "collective_matmul": collective_matmul}
     return model_def(
         lambda rngs: GPT(full, max_length, rngs, matmul, context),

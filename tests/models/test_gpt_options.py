@@ -79,6 +79,10 @@ def test_a_window_with_a_key_mask_and_as_cudnn_is_asked_for_it(monkeypatch: pyte
             r"model\.rope_low: 4; allowed: below model\.rope_high, 4, with model\.rope_type=llama3",
         ),
         (["model.heads=3"], r"model\.heads: 3 does not divide model\.width 128; .*; or give model\.head_width"),
+        (
+            ["model.position_losses=9", "data.seq_len=8"],
+            r"model\.position_losses: 9 parts of a text of 8 positions; allowed: 0 to 8; or longer texts",
+        ),
         (["model.window=0"], r"model\.window: 0 is out of range; allowed: an integer >= 1, or null"),
     ],
 )
@@ -86,6 +90,14 @@ def test_what_cannot_be_is_refused(given: list[str], message: str) -> None:
     with pytest.raises(UserError, match="^" + message) as error:
         load_config(CONFIG, given)
     assert "\n" not in str(error.value)
+
+
+def test_more_parts_than_positions_are_refused_from_python() -> None:
+    """All parts were empty."""
+    config = ModelConfig(layers=1, width=16, heads=2, vocab=16, position_losses=9)
+    with pytest.raises(UserError, match=r"^model\.position_losses: 9 parts of a text of 8 positions"):
+        gpt(config, max_length=8)
+    assert gpt(config, max_length=9).layers == 1
 
 
 def test_older_records_are_of_models_without_these_options() -> None:

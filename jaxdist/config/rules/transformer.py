@@ -88,6 +88,15 @@ def check_rotary(model: Any) -> None:
         )
 
 
+def check_parts(parts: int, length: int) -> None:
+    """Raise `UserError` for more parts of a text (`model.position_losses`) than positions: one would be empty."""
+    if parts > length:
+        raise UserError(
+            f"model.position_losses: {parts} parts of a text of {length} positions; allowed: 0 to {length}; or"
+            " longer texts (data.seq_len)"
+        )
+
+
 def check_tensor(model: Any, tensor: int) -> None:
     """Raise `UserError` for an axis `tensor` that does not divide what is split over it."""
     sizes_of = {key: getattr(model, key, None) for key in ("heads", "kv_heads", "vocab", "mlp_width")}

@@ -9,6 +9,7 @@ from jaxdist.config.rules.transformer import (
     attention_setting,
     check_context,
     check_heads,
+    check_parts,
     check_rotary,
     check_sequence,
     check_tensor,
@@ -120,6 +121,7 @@ def check_options(config: Config, mesh: Mapping[str, int]) -> None:
     model = config.model.resolved()
     check_heads(model)
     check_rotary(model)
+    check_parts(model.position_losses, config.data.seq_len)
     check_tensor(model, mesh["tensor"])
     check_sequence(config, mesh["tensor"])
     check_context(config, model, mesh)
