@@ -123,7 +123,8 @@ def program_and_region(
 def _check_own_positions(h: jax.Array, batch: PyTree) -> None:
     """Raise `UserError` for an embedding that gives all positions where each device of `context` has its own."""
     lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch) if leaf.ndim > 1}
-    if active_axes("context") and h.ndim > 1 and h.shape[1] in lengths:
+    # A further leaf may be as long as a device's own positions: these are so many times as many in the batch.
+    if active_axes("context") and h.ndim > 1 and lengths & {(n := h.shape[1]), n * lax.axis_size("context")} == {n}:
         raise UserError(
             f"embed: gives all {h.shape[1]} positions of a sample, and each device of context has its own; take these"
             " in embedding and head by jaxdist.nn.own_context(batch['inputs'], dim=1)"

@@ -464,7 +464,9 @@ class Own(nnx.Module):
 def test_an_embedding_that_forgets_its_positions_is_one_line() -> None:
     tx, mesh, batch = optax.sgd(0.1), make_mesh(context=2), make_batch(4, 0)
     model = model_def(lambda rngs: Own(rngs, own=True))
-    make_train_step(model, tx, mesh).lower(state_target(model, tx, mesh), batch)
+    as_long = {"further": np.zeros((4, SEQ // 2), np.float32)}  # as a device's own positions, which were refused
+    for each in (batch, batch | as_long):
+        make_train_step(model, tx, mesh).lower(state_target(model, tx, mesh), each)
     model = model_def(lambda rngs: Own(rngs, own=False))
     with pytest.raises(UserError, match="embed: gives all 16 positions of a sample"):
         make_train_step(model, tx, mesh).lower(state_target(model, tx, mesh), batch)
