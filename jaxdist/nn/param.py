@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config.sections.grad_sync import GradSync
-from jaxdist.config.sections.moe import check_counts
+from jaxdist.config.sections.moe import check_rounding
 from jaxdist.model import UpdateRule
 from jaxdist.specs import PyTree
 
@@ -57,4 +57,4 @@ def update_rules_of(state: nnx.State) -> dict[str, UpdateRule]:
 def check_rules(rules: Mapping[str, UpdateRule], sync: GradSync, reduce_dtype: Any) -> None:
     """Raise `UserError` for sums that would round what parameters with update rules count."""
     moved = next((name for name, rule in rules.items() if rule is not jnp.zeros_like), "")
-    check_counts(next(iter(rules)), sync.wire_dtype, jnp.dtype(reduce_dtype).name, goes_by=moved)
+    check_rounding(next(iter(rules)), sync.wire_dtype, jnp.dtype(reduce_dtype).name, goes_by=moved)

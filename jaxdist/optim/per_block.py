@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxdist.errors import UserError
 from jaxdist.specs import STACKED, PyTree, is_model
 
 EXPERTS = "experts"  # the layer whose kernels stack those of all experts
@@ -34,16 +33,8 @@ class PerBlock(NamedTuple):
 
 
 def has_stack(params: PyTree) -> bool:
-    """Whether the blocks of these parameters are stacked: `is_model`. Raises `UserError` for blocks that cannot be."""
-    if not is_model(params):
-        return False
-    rows = {leaf.shape[:1] for leaf in jax.tree.leaves(params[STACKED])}
-    if len(rows) > 1:
-        raise UserError(
-            f"params: with the keys {', '.join(params)} they are a ModelDef's, whose blocks are stacked on dim 0, and"
-            f" leaves of blocks have {sorted(rows)} there; allowed: one length; or give a key another name"
-        )
-    return True
+    """Whether the blocks of these parameters are stacked: `is_model`, and all leaves of blocks have as many rows."""
+    return is_model(params) and len({leaf.shape[:1] for leaf in jax.tree.leaves(params[STACKED])}) <= 1
 
 
 def counted_dims(path: tuple[Any, ...]) -> int:

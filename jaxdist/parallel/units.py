@@ -100,8 +100,7 @@ class Units(NamedTuple):
         """(loss sum, weight sum), at least in fp32. table: the embedding's parameters, for a tied head."""
         sums: Sums = self.run("head", self.model.head, params, table, h, batch)
         wide = accumulation_dtype(jnp.asarray(sums[0]).dtype)  # half precision rounds a weight, or makes it inf
-        sums = jax.tree.map(lambda each: jnp.asarray(each).astype(wide), sums)  # and metrics, in evaluations
-        return sums
+        return jax.tree.map(lambda each: jnp.asarray(each).astype(wide), sums)  # and metrics, in evaluations
 
     def check_conditions(self, *, inside: bool) -> None:
         """Raise `UserError` if blocks that run inside conditions would send by ppermute there."""

@@ -70,7 +70,7 @@ class MoEConfig:
             )
 
 
-def check_counts(of: str, wire_dtype: str | None, reduce_dtype: str, *, goes_by: str, instead: str = "") -> None:
+def check_rounding(of: str, wire_dtype: str | None, reduce_dtype: str, *, goes_by: str, instead: str = "") -> None:
     """Raise `UserError` for sums that would round counts, which go with gradients. of: what counts. goes_by: what moves
     by the counts; empty where they are shown only."""
     if reduce_dtype in HALVES and goes_by:
@@ -114,7 +114,7 @@ def check_moe(config: Any, model: Any, sizes: Mapping[str, int]) -> None:
         )
     rate = f"{MOE}.bias_rate {moe.bias_rate:g}" if moe.bias_rate else ""
     wire = config.parallel.grad_sync.wire_dtype
-    check_counts(MOE, wire, types.reduce, goes_by=rate, instead=f"; or {MOE}.bias_rate=null")
+    check_rounding(MOE, wire, types.reduce, goes_by=rate, instead=f"; or {MOE}.bias_rate=null")
     if config.parallel.local.on and moe.bias_rate:
         raise UserError(
             f"parallel.local.every: {config.parallel.local.every}, and outer steps would move the biases of"

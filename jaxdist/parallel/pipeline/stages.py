@@ -69,8 +69,9 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
 
     shapes = {**model.shapes, STACKED: jax.eval_shape(lambda rows: arrange_rows(rows, order), model.shapes[STACKED])}
     figures = model.figures and functools.partial(_figures_of_blocks, model.figures, order)
-    arranged = {"chunks": chunks, "stages": uneven(blocks), "arranged": stages}
-    return model._replace(init=init, shapes=shapes, figures=figures, **arranged)
+    return model._replace(
+        init=init, shapes=shapes, figures=figures, chunks=chunks, stages=uneven(blocks), arranged=stages
+    )
 
 
 def _figures_of_blocks(

@@ -27,7 +27,7 @@ class _Totals(NamedTuple):
     grads: dict[str, np.ndarray]
 
 
-class Sizes(NamedTuple):
+class SumSizes(NamedTuple):
     """How large sums are before their terms cancel: those of two halves together, without their signs.
 
     total: of the sum of losses. loss, figures: of the loss and of its own metrics, for each unit of weight.
@@ -54,7 +54,7 @@ def orders(rows: int) -> list[np.ndarray]:
     return [np.arange(rows), *(rng.permutation(rows) for _ in range(2))]
 
 
-def _sizes(parts: Sequence[tuple[Any, Any, Any]]) -> Sizes:
+def _sizes(parts: Sequence[tuple[Any, Any, Any]]) -> SumSizes:
     """parts: (sum, weight, metrics) of each."""
 
     def without_signs(sums: Sequence[Any], weights: Sequence[Any]) -> float:
@@ -63,7 +63,7 @@ def _sizes(parts: Sequence[tuple[Any, Any, Any]]) -> Sizes:
 
     sums, weights, metrics = zip(*parts, strict=True)
     figures = {name: without_signs(*zip(*(each[name] for each in metrics), strict=True)) for name in metrics[0]}
-    return Sizes(float(sum(map(abs, sums))), without_signs(sums, weights), figures)
+    return SumSizes(float(sum(map(abs, sums))), without_signs(sums, weights), figures)
 
 
 class Adder:
@@ -99,13 +99,13 @@ class Adder:
         return [_Totals(total, weight, leaves_by_name(grads)) for total, weight, grads in self.run(parts)]
 
     @functools.cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> SumSizes:
         """Of what the loss gives, the largest of several ways to halve the rows: neighbours may cancel each other, too,
         as advantages of a group do. The loss must run with half of the rows."""
         run = self._of_each_part(self.subject.with_metrics)
         found = [_sizes(run([order[each] for each in halves(len(order))])) for order in orders(self.subject.rows)]
         figures = {name: max(each.figures[name] for each in found) for name in found[0].figures}
-        return Sizes(max(each.total for each in found), max(each.loss for each in found), figures)
+        return SumSizes(max(each.total for each in found), max(each.loss for each in found), figures)
 
     def moving_weight(self, freeze: Sequence[str]) -> list[Fault]:
         """The cause that the weight depends on parameters which are trained. freeze: patterns of the others."""
