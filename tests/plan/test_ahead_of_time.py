@@ -1,23 +1,31 @@
 """Steps compiled for GPUs that are not there: what is said where something is missing; and, where the extra `aot` is
 installed, a small model compiled for 8 H200."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxdist.config.load import load_config
 from jaxdist.errors import UserError
+from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.compiled import ahead_of_time
 from jaxdist.plan.compiled.hardware import GPUS, get_gpu
 from jaxdist.plan.compiled.memory import Footprint
 from jaxdist.plan.compiled.replay import Overlap
 from jaxdist.plan.report import compiled_text
+from jaxdist.plan.search.choose import Predicted
 from jaxdist.plan.search.cluster import gpu_cluster
+from jaxdist.plan.search.confirm import confirm
+from jaxdist.plan.search.seconds import Seconds
+from jaxdist.plan.search.space import layout_of
 from jaxdist.precision.policy import POLICIES
 
 ROOT = Path(__file__).parents[2]
@@ -65,19 +73,20 @@ def test_a_mistake_is_one_line_and_status_2() -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
-    monkeypatch.setattr(ahead_of_time, "PLUGINS", ("jax_plugins.of_nobody",))
+    library = tmp_path / "xla_cuda_plugin.so"
+    packages = ahead_of_time.PLUGINS["jax_plugins.xla_cuda13"]
+    monkeypatch.setattr(ahead_of_time, "PLUGINS", {"jax_plugins.of_nobody": packages})
     with pytest.raises(UserError, match=r"CUDA plugin is not installed; .*: python -m pip install 'jaxdist\[aot\]'"):
         ahead_of_time.plugin_library()
     monkeypatch.setattr(ahead_of_time.shutil, "which", lambda _: None)
-    monkeypatch.setattr(ahead_of_time, "TOOLKIT", ("of-nobody",))
+    monkeypatch.setattr(ahead_of_time, "_plugin", lambda: (library, packages._replace(toolkit=("of-nobody",))))
     with pytest.raises(UserError, match=r"of-nobody not installed, and no CUDA toolkit; install: .*\[aot\]"):
         ahead_of_time.check_toolkit(config, "xla")
-    monkeypatch.setattr(ahead_of_time, "TOOLKIT", ())
-    monkeypatch.setattr(ahead_of_time, "CUDNN", ("nor-this",))
+    held = packages._replace(toolkit=(), cudnn=("nor-this",))
+    monkeypatch.setattr(ahead_of_time, "_plugin", lambda: (library, held))
     ahead_of_time.check_toolkit(config, "xla")
     with pytest.raises(UserError, match="cuDNN's, and nor-this not installed; .*model.attention=xla"):
         ahead_of_time.check_toolkit(config, "cudnn")
-    library = tmp_path / "xla_cuda_plugin.so"
     library.write_bytes(
         b'\0gpu_device_info {\n device_description_str: "A"\n}\0more\0gpu_device_info {\n b: 1\n'
         b'}\ndevice_description_str: "NVIDIA B200"\n\0rest'
@@ -87,6 +96,42 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     )
     with pytest.raises(UserError, match="has no description of NVIDIA GB200; take Python 3.12 with jax 0.12"):
         ahead_of_time.target_config(get_gpu("gb200"), library)
+
+
+def test_packages_are_those_of_the_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of CUDA 12 have other names; once they were asked for by those of CUDA 13."""
+    (tmp_path / "xla_cuda_plugin.so").write_bytes(b"")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    there = {"nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc-cu12"}
+
+    def version(name: str) -> str:
+        if name not in there:
+            raise PackageNotFoundError(name)
+        return "12.9"
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name.endswith("cuda12") else None)
+    monkeypatch.setattr(ahead_of_time, "version", version)
+    monkeypatch.setattr(ahead_of_time.shutil, "which", lambda _: None)
+    config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
+    ahead_of_time.check_toolkit(config, "cudnn")
+    there.remove("nvidia-cudnn-cu12")
+    with pytest.raises(UserError, match=r"nvidia-cudnn-cu12 not installed; install: .* 'jaxdist\[cuda12\]'"):
+        ahead_of_time.check_toolkit(config, "cudnn")
+
+
+def test_a_plan_without_what_compiles_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is an estimate; once the plan ended after its search."""
+
+    def not_there(*_: Any) -> Any:
+        raise UserError("--compile: a-package not installed")
+
+    config = load_config(ROOT / "configs" / "quickstart.yaml", planned=True)
+    made = gpu_cluster("h200", POLICIES["fp32"], hosts=1, per_host=8, link=None, inside=None)
+    candidate = Predicted(layout_of(config), config, Seconds(1.0, 0.0, {}, 0.0, 0.0), {PEAK: 1}, 0.0)
+    monkeypatch.setattr("jaxdist.plan.search.confirm._compiler", lambda *_: not_there)
+    found = confirm([candidate], made, traced=0, compiled=1, progress=print)
+    assert found.notes == ["nothing was compiled, and memory is an estimate: a-package not installed"]
+    assert found.candidates == [candidate]
 
 
 def test_the_table_of_gpus() -> None:

@@ -30,9 +30,30 @@ from jaxdist.plan.traced.flops import model_flops
 from jaxdist.runtime.gpu_memory import memory_share
 
 INSTALL = "python -m pip install 'jaxdist[aot]' (from a checkout: -e '.[aot]')"
-PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm")  # ptxas and libdevice, where there is no CUDA toolkit
-CUDNN = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")  # to compile its attention
+
+
+class CudaPackages(NamedTuple):
+    """What compiling takes of one version of CUDA.
+
+    toolkit: with ptxas and libdevice, where there is no CUDA toolkit. cudnn: to compile its attention.
+    install: how these are installed.
+    """
+
+    toolkit: tuple[str, ...]
+    cudnn: tuple[str, ...]
+    install: str
+
+
+PLUGINS = {
+    "jax_plugins.xla_cuda13": CudaPackages(
+        ("nvidia-cuda-nvcc", "nvidia-nvvm"), ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc"), INSTALL
+    ),
+    "jax_plugins.xla_cuda12": CudaPackages(
+        ("nvidia-cuda-nvcc-cu12",),
+        ("nvidia-cudnn-cu12", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc-cu12"),
+        "python -m pip install 'jaxdist[cuda12]'",
+    ),
+}
 # XLA's one-kernel sums of a few bytes are for devices of one host. Without devices it takes all for such, and for
 # groups of 64 the kernel does not compile (jax 0.12.0.1: "size mismatch when packing elements for LLVM struct").
 ACROSS_HOSTS = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -95,24 +116,30 @@ def fit_verdict(footprint: Footprint, gpu: Gpu) -> FitVerdict:
 
 def plugin_library() -> Path:
     """The shared library of jax's CUDA plugin. Raises `UserError` that says what to install."""
-    for name in PLUGINS:
+    return _plugin()[0]
+
+
+def _plugin() -> tuple[Path, CudaPackages]:
+    """(the library of the first plugin that is here, the packages that go with it)."""
+    for name, packages in PLUGINS.items():
         try:
             found = importlib.util.find_spec(name)
         except ModuleNotFoundError:  # of the folder jax_plugins
             found = None
         for folder in (found.submodule_search_locations or ()) if found is not None else ():
             if (library := Path(folder) / "xla_cuda_plugin.so").is_file():
-                return library
+                return library, packages
     raise UserError(f"--compile: jax's CUDA plugin is not installed; install it, no GPU is needed: {INSTALL}")
 
 
 def check_toolkit(config: Config, attention: str) -> None:
     """Raise `UserError` that says what to install, where something is missing that compiles for GPUs."""
-    if shutil.which("ptxas") is None and (missing := _missing(TOOLKIT)):
-        raise UserError(f"--compile: {' and '.join(missing)} not installed, and no CUDA toolkit; install: {INSTALL}")
-    if attention == "cudnn" and (missing := _missing(CUDNN)):
+    toolkit, cudnn, install = _plugin()[1]
+    if shutil.which("ptxas") is None and (missing := _missing(toolkit)):
+        raise UserError(f"--compile: {' and '.join(missing)} not installed, and no CUDA toolkit; install: {install}")
+    if attention == "cudnn" and (missing := _missing(cudnn)):
         raise UserError(
-            f"--compile: attention is cuDNN's, and {', '.join(missing)} not installed; install: {INSTALL};"
+            f"--compile: attention is cuDNN's, and {', '.join(missing)} not installed; install: {install};"
             " or plan with model.attention=xla"
         )
 

@@ -45,7 +45,11 @@ def confirm(
             break
         if compiler is not None and sum(one.how == "compiled" for one in left) < compiled:
             progress(f"compiling {each.layout.name()}")
-            footprint = compiler(each)
+            try:
+                footprint = compiler(each)
+            except UserError as error:  # a package that compiling takes is not installed
+                notes.append(_not_compiled(error))
+                compiler = footprint = None
             if footprint is not None:
                 each = each._replace(how="compiled", memory={**each.memory, PEAK: footprint.peak})
         if each.how != "compiled" and len(left) < traced:
@@ -69,6 +73,10 @@ def _traced(each: Predicted, notes: list[str]) -> Predicted:
     return each._replace(how="traced", memory=memory, sent=found.ledger.wire_bytes)
 
 
+def _not_compiled(error: UserError) -> str:
+    return f"nothing was compiled, and memory is an estimate: {str(error).removeprefix('--compile: ')}"
+
+
 def _compiler(cluster: PlanCluster, notes: list[str]) -> Callable[[Predicted], Footprint | None] | None:
     """A function that compiles a candidate for the devices of the cluster; None, with a note, where that cannot be."""
     if cluster.name not in hardware.GPUS:
@@ -82,7 +90,7 @@ def _compiler(cluster: PlanCluster, notes: list[str]) -> Callable[[Predicted], F
         library = ahead_of_time.plugin_library()
         description = ahead_of_time.target_config(gpu, library)
     except UserError as error:
-        notes.append(f"nothing was compiled, and memory is an estimate: {str(error).removeprefix('--compile: ')}")
+        notes.append(_not_compiled(error))
         return None
 
     def compile_for_gpus(each: Predicted) -> Footprint:
