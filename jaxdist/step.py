@@ -123,7 +123,7 @@ def make_train_step(
         gradients = make_gradients(model, mesh, options, strategy, schedule, specs=specs, lost=lost)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-            check_batch_shape(batch, mesh, options)
+            check_batch_shape(batch, mesh, options, named=isinstance(model, ModelDef))
             totals, grads, residual, carried = gradients(state, batch)
             means = {name: jnp.where(weight != 0, total / weight, 0) for name, (total, weight) in totals.items()}
             metrics: Metrics = {"loss": means.pop("loss"), "weight": totals["loss"][1], "grad_norm": norm(grads)}

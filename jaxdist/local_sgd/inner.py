@@ -137,7 +137,7 @@ def make_inner_step(
         each = jax.vmap(update, in_axes=(places, 0, 0, 0, 0), spmd_axis_name=spmd)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-            check_batch_shape(batch, mesh, options)
+            check_batch_shape(batch, mesh, options, named=True)
             own = state.opt_state
             replicas = TrainState(state.step, own.params, own.opt_state, (), state.guard)
             new, (weight, loss), metrics = each(replicas, *gradients(state, batch))

@@ -100,6 +100,12 @@ def _backward(function: Nonlinearity, saved: Any, grad: jax.Array) -> tuple[jax.
 _activation.defvjp(_forward, _backward)
 
 
+def check_kind(kind: str) -> None:
+    """Raise `UserError` for a feed-forward layer that is none."""
+    if kind not in NONLINEARITIES:
+        raise UserError(f"kind: {kind!r} is no feed-forward layer; allowed: {', '.join(NONLINEARITIES)}")
+
+
 class MLP(nnx.Module):
     """Feed-forward layer.
 
@@ -124,8 +130,7 @@ class MLP(nnx.Module):
         out_scale: float,
         **matmul: Unpack[MatmulOptions],
     ) -> None:
-        if kind not in NONLINEARITIES:
-            raise UserError(f"kind: {kind!r} is no feed-forward layer; allowed: {', '.join(NONLINEARITIES)}")
+        check_kind(kind)
         gated = kind == "swiglu"
         features = (2, hidden) if gated else (hidden,)
         parts = (("gate", 1), ("up", 1)) if gated else ()

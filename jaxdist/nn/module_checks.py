@@ -106,6 +106,11 @@ def check_variables(skeleton: Any) -> None:
                     f"model_def: {owners[id(node)]} and {part} share a parameter, which would become two;"
                     f" {tied if part == 'head' else 'make one for each'}"
                 )
+    if "blocks[0]" not in owners.values():
+        raise UserError(
+            "model_def: blocks have no parameter, and what is split and gathered is their parameters; allowed: one or"
+            " more; put what has none into the embedding or the head"
+        )
     for path, node in nodes.items():
         if not isinstance(node, nnx.Variable) or id(node) in owners:
             continue

@@ -11,8 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config.sections.grad_sync import GradSync
 from jaxdist.config.sections.moe import check_rounding
+from jaxdist.errors import UserError
 from jaxdist.model import UpdateRule
 from jaxdist.specs import PyTree
+
+AXES = ("tensor", "expert", "context")  # those that layers own
 
 
 def param(value: jax.Array, spec: Sequence[str | None] = (), *, update: UpdateRule | None = None) -> nnx.Param:
@@ -20,9 +23,15 @@ def param(value: jax.Array, spec: Sequence[str | None] = (), *, update: UpdateRu
 
     spec: one mesh axis for each dim, or None for a dim that the layer does not split; () if it splits none.
     update: its own update in place of the optimizer's, see `UpdateRule`. Blocks are alike only if these compare equal.
+
+    Raises `UserError` for a spec of other axes, or of another length.
     """
     entries = tuple(spec) or (None,) * value.ndim
-    assert len(entries) == value.ndim, (entries, value.shape)
+    if len(entries) != value.ndim or not {*entries} <= {*AXES, None}:
+        raise UserError(
+            f"spec: {entries} of an array {list(value.shape)}; allowed: for each dim one of {', '.join(AXES)}, over"
+            " which the layer splits it itself, or None; a strategy splits over the other axes"
+        )
     return nnx.Param(value, spec=P(*entries), update=update)
 
 

@@ -14,11 +14,13 @@ from jaxdist.parallel.schedule import Program
 from jaxdist.specs import PyTree
 
 
-def check_batch_shape(batch: PyTree, mesh: AnyMesh, options: StepOptions) -> None:
+def check_batch_shape(batch: PyTree, mesh: AnyMesh, options: StepOptions, *, named: bool = False) -> None:
     """Raise `UserError` unless all leaves have the same number of rows, and the parts of the batch divide it.
 
-    options: as a step runs them on this mesh (`StepOptions.on`).
+    options: as a step runs them on this mesh (`StepOptions.on`). named: whether it must be a dict.
     """
+    if named and not isinstance(batch, dict):
+        raise UserError("batch: is no dict; allowed for a ModelDef: a dict of arrays, such as {'x': x, 'y': y}")
     shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         allowed = "arrays with the same dim 0, of rows; give np.asarray of nested lists"

@@ -88,9 +88,10 @@ class Units(NamedTuple):
         self.check_conditions(inside=self.conditions)
         keys, *rows = given
         found: jax.Array = self.run(STACKED, self.model.block, params, h, fold(keys, layer), *rows)
-        if (found.shape, found.dtype) != (h.shape, h.dtype):
+        if not hasattr(found, "dtype") or (found.shape, found.dtype) != (h.shape, h.dtype):
+            shown = jax.tree.map(lambda each: jax.typeof(each).str_short(), found)
             raise UserError(
-                f"block: makes {jax.typeof(found).str_short()} of {jax.typeof(h).str_short()}; allowed: the same shape"
+                f"block: makes {shown} of {jax.typeof(h).str_short()}; allowed: the same shape"
                 " and dtype. A norm whose parameters stay in float32 (precision.keep_fp32), or another float32 array,"
                 " widens it: write norm(h).astype(h.dtype) in the block"
             )

@@ -73,6 +73,13 @@ class TakesNone(Part):
         return self.inner(h)
 
 
+class Plain(nnx.Module):
+    """A block without parameters."""
+
+    def __call__(self, h: Any, keys_B: Any) -> Any:
+        return h
+
+
 class Uncallable(nnx.Module):
     """A module without __call__."""
 
@@ -135,6 +142,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "integers": (
         model(head=lambda rngs, _: Part(rngs, nnx.Param(jnp.arange(3)))),
         r"parameter head\.held is int32; allowed: floats; keep integers and bools as numbers in a tuple, and make the",
+    ),
+    "no parameter": (
+        model(blocks=lambda *_: nnx.List([Plain(), Plain()])),
+        r"blocks have no parameter, .*; allowed: one or more; put what has none into the embedding or the head",
     ),
     "takes rows": (model(blocks=lambda rngs, _: nnx.List([TakesRows(rngs)])),
         r"TakesRows of blocks is called with \(h, keys\), .*rows.*; or for more give model_def\(\.\.\., rows=lambda"),

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import nn, registry
 from jaxdist.config.schema import ModelConfig
+from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
 from jaxdist.mesh import make_mesh
@@ -337,6 +338,11 @@ def test_the_examples_run(name: str, lines: int) -> None:
     assert len(losses) == lines and len(set(losses)) == 1 and float(losses[0]) < 5.6, done.stdout
 
 
+def experts(rngs: nnx.Rngs, *, kind: str = "gelu", **options: Any) -> nn.MoE:
+    """A mixture of four experts."""
+    return nn.MoE(rngs, 8, MoEConfig(**{"experts": 4, "hidden": 8} | options), kind=kind, out_scale=1.0)
+
+
 WRONG_LAYERS: dict[str, tuple[Any, str]] = {
     "no window": (lambda r: Attention(r, 16, 4, 2, bias=True, window=0), "window: 0; allowed: 1 or more positions"),
     "both ways": (
@@ -345,6 +351,29 @@ WRONG_LAYERS: dict[str, tuple[Any, str]] = {
     ),
     "heads": (lambda r: Attention(r, 24, 6, 4, bias=True), "kv_heads: 4 with heads 6; allowed: a number that divides"),
     "cross": (lambda r: nn.CrossAttention(r, 24, 24, 6, 4, bias=True), "kv_heads: 4 with heads 6; allowed: a number"),
+    "width": (lambda r: Attention(r, 8, 3, 3, bias=False), "heads: 3 with width 8; allowed: a number that divides the"),
+    "narrow": (lambda r: Attention(r, 8, 16, 16, bias=False), "heads: 16 with width 8; allowed: a number that divides"),
+    "no heads": (lambda r: Attention(r, 8, 0, 1, bias=False), "heads: 0 with width 8; allowed: a number that divides"),
+    "cross width": (lambda r: nn.CrossAttention(r, 8, 8, 3, 3, bias=False), "heads: 3 with width 8; allowed: a number"),
+    "an axis": (
+        lambda r: nn.param(jnp.ones((8, 8)), ("model", None)),
+        "spec: ('model', None) of an array [8, 8]; allow",
+    ),
+    "a strategy's axis": (lambda r: nn.param(jnp.ones(8), ("fsdp",)), "spec: ('fsdp',) of an array [8]; allowed: for"),
+    "too few axes": (
+        lambda r: nn.zeros((8, 8), ("tensor",)),
+        "spec: ('tensor',) of an array [8, 8]; allowed: for each",
+    ),
+    "experts of no kind": (
+        lambda r: experts(r, kind="relu"),
+        "kind: 'relu' is no feed-forward layer; allowed: gelu, g",
+    ),
+    "too many choices": (lambda r: experts(r, top_k=5), "model.moe.top_k: 5 of 4 experts; allowed: 1 to 4"),
+    "no hidden size": (
+        lambda r: experts(r, hidden=None),
+        "options: experts=4, hidden=None; allowed: numbers, as MoECo",
+    ),
+    "no experts": (lambda r: experts(r, experts=0), "options: experts=0, hidden=8; allowed: numbers, as MoEConfig(exp"),
     "dropout": (
         lambda r: Attention(r, 16, 4, 2, bias=True, dropout=1.5),
         "dropout: 1.5; allowed: a number >= 0 and < 1",

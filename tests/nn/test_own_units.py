@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxdist
+from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.nn import model_def
 
@@ -63,6 +64,28 @@ def first_step(build: Any, batch: Any, *, mesh: dict[str, int], **options: Any) 
     model, placed, tx = model_def(build), make_mesh(**mesh, devices=jax.devices()[: mesh["data"]]), optax.sgd(0.1)
     state = jaxdist.init_state(model, tx, placed, precision=options.get("precision", "fp32"))
     return jax.device_get(jaxdist.make_train_step(model, tx, placed, **options)(state, batch)[1])
+
+
+class Pair(Middle):
+    def __call__(self, h: jax.Array, keys: Any) -> Any:
+        return super().__call__(h, keys), None
+
+
+class OfPairs(Own):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs, Pair)
+
+
+def test_a_block_that_returns_a_tuple_is_one_line() -> None:
+    said = r"^block: makes \('float32\[4,64,8\]', None\) of float32\[4,64,8\]; allowed: the same shape and dtype"
+    with pytest.raises(UserError, match=said):
+        first_step(OfPairs, batch_of(ROWS), mesh={"data": 1})
+
+
+@pytest.mark.parametrize("batch", [np.ones((4, 8, 4), np.float32), (np.ones((4, 8, 4)), np.ones((4, 8)))])
+def test_a_batch_of_a_model_is_a_dict(batch: Any) -> None:
+    with pytest.raises(UserError, match="^batch: is no dict; allowed for a ModelDef: a dict of arrays"):
+        first_step(Own, batch, mesh={"data": 1})
 
 
 @pytest.mark.parametrize(("precision", "rows"), [("fp16", 4), ("bf16", 36)])

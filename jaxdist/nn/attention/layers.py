@@ -72,8 +72,13 @@ _split = jax.custom_vjp(_parts)
 _split.defvjp(lambda qkv: (_parts(qkv), None), lambda _, grads: (_whole(*grads),))
 
 
-def _check_heads(heads: int, kv_heads: int) -> None:
-    """Raise `UserError` for key/value heads that do not divide the heads."""
+def _check_heads(heads: int, kv_heads: int, width: int, head_width: int | None) -> None:
+    """Raise `UserError` for heads that do not divide the width, and for key/value heads that do not divide the heads.
+    head_width: None where it goes by the width, for which `Attention` alone may be given another."""
+    if heads < 1 or (head_width is None and width % heads):
+        raise UserError(
+            f"heads: {heads} with width {width}; allowed: a number that divides the width; or Attention(head_width=...)"
+        )
     if kv_heads < 1 or heads % kv_heads:
         raise UserError(f"kv_heads: {kv_heads} with heads {heads}; allowed: a number that divides the heads")
 
@@ -191,7 +196,7 @@ class Attention(nnx.Module):
         if window is not None and (window < 1 or not causal):
             of = "" if causal else ", with causal=False"
             raise UserError(f"window: {window}{of}; allowed: 1 or more positions of causal attention; or None, all")
-        _check_heads(heads, kv_heads)
+        _check_heads(heads, kv_heads, width, head_width)
         check_context_form(context, causal=causal)
         _check_kernel(kernel, dropout, context)
         self.kernel, self.causal, self.window, self.context = kernel, causal, window, context
@@ -255,7 +260,7 @@ class CrossAttention(nnx.Module):
         **matmul: Unpack[MatmulOptions],
     ) -> None:
         _check_kernel(kernel, dropout)
-        _check_heads(heads, kv_heads)
+        _check_heads(heads, kv_heads, width, None)
         self.kernel, self.dropout = kernel, dropout
         head_width = width // heads
         both = ("k", 1), ("v", 1)

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import psum, rank, to_varying, varying_axes
 from jaxdist.config.sections.moe import MoEConfig
+from jaxdist.errors import UserError
 from jaxdist.nn.attention import PackedDocuments
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.block import Block
@@ -26,7 +27,7 @@ from jaxdist.nn.experts.dispatch import Dispatch, Experts, RoutedTokens
 from jaxdist.nn.experts.dropless import dropless
 from jaxdist.nn.experts.router import Router, Routing, balance_losses
 from jaxdist.nn.linear import MatmulOptions
-from jaxdist.nn.mlp import MLP
+from jaxdist.nn.mlp import MLP, check_kind
 from jaxdist.nn.sequence_parallel import sum_to_positions, whole_sequence
 
 DISPATCH: dict[str, Dispatch] = {"capacity": by_capacity, "dropless": dropless}
@@ -38,7 +39,7 @@ class MoE(nnx.Module):
     Names for `memory.remat`: as of `MLP`, with "mlp.tokens" for those of all devices of `expert`
     ("dropless"), and "mlp.rows" for tokens where their experts are.
 
-    options: resolved, see `MoEConfig`.
+    options: with a number of experts and their hidden size, see `MoEConfig`.
     kind, out_scale: as for `MLP`.
     matmul: of the shared experts; the others multiply in the dtype that they receive, also under fp8.
     """
@@ -55,7 +56,13 @@ class MoE(nnx.Module):
         out_scale: float,
         **matmul: Unpack[MatmulOptions],
     ) -> None:
-        assert options.hidden is not None, "not resolved"
+        check_kind(kind)
+        if not options.on or options.hidden is None:
+            raise UserError(
+                f"options: experts={options.experts}, hidden={options.hidden}; allowed: numbers, as"
+                " MoEConfig(experts=8, hidden=256)"
+            )
+        options.check(layers=options.dense + 1)  # how many blocks are dense, the model knows
         made: Any = {"kind": kind, "out_scale": out_scale}
         self.router = Router(rngs, width, options)
         self.experts = Experts(rngs, options.experts, width, options.hidden, **made)
