@@ -136,7 +136,7 @@ def make_group(axis: Axes, groups: Groups | None = None) -> Group:
     groups: disjoint lists of ranks, all of one length, that communicate among themselves (torch.distributed's
         `new_group`); devices in none of them get zeros.
     """
-    axes = active_axes(axis)
+    axes = active_axes(axis, inside=True)
     sizes = [lax.axis_size(name) for name in axes]
     if groups is None:
         return replace(Group.of(*sizes), axes=axes)

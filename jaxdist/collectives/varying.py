@@ -25,11 +25,12 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def active_axes(axis: str | Iterable[str]) -> tuple[str, ...]:
-    """The axes with more than one device, in mesh order. Inside `shard_map` only."""
+def active_axes(axis: str | Iterable[str], *, inside: bool = False) -> tuple[str, ...]:
+    """The axes with more than one device, in mesh order. Outside `shard_map` all are off, as for a layer on whole
+    arrays. inside: whether it must be inside, or else raises `UserError`, as it does for an axis that is none."""
     axes = tuple(axis) if not isinstance(axis, str) and isinstance(axis, Iterable) else (axis,)
     known = jax.sharding.get_abstract_mesh().manual_axes
-    for name in axes:
+    for name in axes if known or inside else ():
         if name not in known:
             allowed = ", ".join(map(str, known)) or f"none here; call it inside jax.shard_map over the axis {name!r}"
             raise UserError(f"axis={name!r}: not an axis of the mesh; allowed: {allowed}")

@@ -1,6 +1,6 @@
 """Tensor-parallel layers: they declare the PartitionSpecs of their parameters and call the collectives over `tensor`.
 
-Layers read sizes and dtypes from their arrays, so that the same code runs on a shard and on the whole.
+Layers read sizes and dtypes from their arrays, so that the same code runs on a shard and, without a mesh, on the whole.
 """
 
 from jaxdist.model import ModelDef

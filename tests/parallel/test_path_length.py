@@ -19,7 +19,7 @@ from jaxdist.mesh import abstract_mesh
 PACKAGE = Path(jaxdist.__file__).parent
 CONFIG = PACKAGE.parent / "configs" / "quickstart.yaml"
 FRAMES, FILES = 12, 5  # at most, `region` included
-LOADED_LINES = 5_922  # at most, of jaxdist's own, by `import jaxdist.step`
+LOADED_LINES = 5_923  # at most, of jaxdist's own, by `import jaxdist.step`
 COUNT = """
 import sys, jaxdist.step
 files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "jaxdist"]

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxdist.collectives import all_to_all
+from jaxdist.collectives import active_axes, all_to_all
 from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.errors import UserError
 from jaxdist.nn.context.positions import context_size
@@ -36,6 +36,7 @@ def by_capacity(tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> t
             f" divisor of {piece}, or dispatch='dropless'"
         )
     N, C = B * S // g, places(options)
+    spread = bool(active_axes("expert"))
     chosen_NgK = tokens.experts_BSK.reshape(N, g, K)
     place_NgK = _places_in_turn(chosen_NgK, E)
     slot_NR = jnp.where(place_NgK < C, chosen_NgK * C + place_NgK, E * C).reshape(N, g * K)
@@ -44,10 +45,10 @@ def by_capacity(tokens: RoutedTokens, experts: Experts, options: MoEConfig) -> t
     def run(x_NgD: jax.Array, slot_NR: jax.Array, source_NM: jax.Array, gates_NgK: jax.Array) -> jax.Array:
         rows = dispatch(x_NgD, slot_NR, source_NM).reshape(-1, E, C, D)
         with jax.named_scope("dispatch"):
-            rows = all_to_all(rows, "expert", split_dim=1, concat_dim=0)
+            rows = all_to_all(rows, "expert", split_dim=1, concat_dim=0) if spread else rows
         rows = experts(rows, lambda rows, kernels: jnp.einsum("NeCI,eIO->NeCO", rows, kernels))
         with jax.named_scope("combine"):
-            rows = all_to_all(rows, "expert", split_dim=0, concat_dim=1)
+            rows = all_to_all(rows, "expert", split_dim=0, concat_dim=1) if spread else rows
         return combined(collect(rows.reshape(-1, E * C, D), slot_NR, source_NM), gates_NgK)
 
     # In pieces: while one is computed, another one travels.
