@@ -24,13 +24,15 @@ _KEYWORDS = {"in_shardings", "out_shardings"}
 
 
 def refuse_call(error: Exception, batch: Any, mesh: Any, trace: Callable[[], Any], *, other: bool) -> None:
-    """Raise `UserError` if a call of a step failed for its batch, its state, or the layout that a loss asks for.
+    """Raise `UserError` if a call of a step failed for its batch, its state, a constant of a model, or the layout that
+    a loss asks for.
 
     trace: see `refuse_layouts`. other: whether the state has another layout than that of the step.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         _check_leaf(error, f"batch: {path_name(path)}".removesuffix(": "), leaf, mesh)
     refuse_context(mesh)
+    _refuse_constants(error)
     if not isinstance(error, ValueError):
         return
     if other:
@@ -38,6 +40,21 @@ def refuse_call(error: Exception, batch: Any, mesh: Any, trace: Callable[[], Any
             "state: laid out differently from the one this step was compiled for; make another step"
         ) from error
     refuse_layouts(error, trace)
+
+
+def _refuse_constants(error: Exception) -> None:
+    """Raise `UserError` if a unit of a model has a constant where the type check of `shard_map` wants what differs from
+    device to device. On one device nothing differs, and the unit runs."""
+    if "manual ax" not in str(error):  # as in "varying manual axes" and "manual axis types"
+        return
+    own = (frame for frame in _frames_of_user(error) if not is_installed(frame.filename))
+    place = next((f" ({Path(frame.filename).name}:{frame.lineno})" for frame in own), "")
+    raise UserError(
+        f"model: has a constant{place} where JAX wants what differs from device to device; allowed: 0 * h in place of"
+        " zeros, where a loop starts or in a branch of a condition, and jaxdist.nn.gelu_erf in place of"
+        " jax.nn.gelu(x, approximate=False); or give the model as a loss of your own (docs/own_loss.md); jax says:"
+        f" {str(error).partition(chr(10))[0]}"
+    ) from error
 
 
 def refuse_context(mesh: Any) -> None:
@@ -122,7 +139,7 @@ def _asks(equation: Any, inside: tuple[Any, ...]) -> bool:
     return any(hasattr(target, "device_set") for target in targets)
 
 
-def _frames_of_user(error: ValueError) -> Iterator[traceback.FrameSummary]:
+def _frames_of_user(error: Exception) -> Iterator[traceback.FrameSummary]:
     """The frames inside the innermost one of jaxdist, the innermost first, without those of jax."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

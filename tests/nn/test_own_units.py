@@ -1,5 +1,6 @@
 """Embeddings, blocks and heads of somebody else, as a step runs them: dtypes of sums, and what is refused."""
 
+import functools
 from typing import Any
 
 import jax
@@ -80,6 +81,41 @@ def test_a_block_that_returns_a_tuple_is_one_line() -> None:
     said = r"^block: makes \('float32\[4,64,8\]', None\) of float32\[4,64,8\]; allowed: the same shape and dtype"
     with pytest.raises(UserError, match=said):
         first_step(OfPairs, batch_of(ROWS), mesh={"data": 1})
+
+
+def scanned(x: jax.Array) -> jax.Array:
+    def step(carry: jax.Array, each: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return carry + each, carry
+
+    return jax.lax.scan(step, jnp.zeros(x[:, 0].shape), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+CONSTANTS = {
+    "a loop": scanned,
+    "a branch": lambda x: jax.lax.cond(x.sum() > 0, lambda: jnp.tanh(x), lambda: jnp.zeros(x.shape)),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_where_devices_differ_is_one_line(name: str) -> None:
+    """On one device it runs."""
+
+    class Block(Middle):
+        def __call__(self, h: jax.Array, keys: Any) -> Any:
+            return h + CONSTANTS[name](h @ self.w.kernel[...])
+
+    def trace(devices: int) -> None:
+        model, tx = model_def(functools.partial(Own, block=Block)), optax.sgd(0.1)
+        mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
+        step = jaxdist.make_train_step(model, tx, mesh)
+        step.trace(jaxdist.state_target(model, tx, mesh), batch_of(ROWS))
+
+    trace(1)
+    with pytest.raises(
+        UserError, match=r"^model: has a constant \(test_own_units\.py:\d+\) where .*: 0 \* h in"
+    ) as raised:
+        trace(2)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("batch", [np.ones((4, 8, 4), np.float32), (np.ones((4, 8, 4)), np.ones((4, 8)))])
