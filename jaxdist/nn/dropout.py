@@ -12,7 +12,7 @@ import numpy as np
 from jaxdist.collectives import rank
 from jaxdist.errors import UserError
 from jaxdist.nn.context.dropout_masks import by_head, drop
-from jaxdist.nn.context.positions import ContextSplit, context_size, devices_of, own_context
+from jaxdist.nn.context.positions import ContextSplit, context_size, devices_along, own_context
 from jaxdist.nn.sequence_parallel import own_positions
 
 
@@ -31,7 +31,7 @@ def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence
     """
     if not check_rate(rate):
         return x
-    parts = context_size() * (devices_of("tensor") if sequence else 1)
+    parts = context_size() * (devices_along("tensor") if sequence else 1)
     shape = x.shape[1:] if parts == 1 else (x.shape[1] * parts, *x.shape[2:])
     keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape))(keys_B)
     keep = own_context(keep, dim=1)
@@ -41,7 +41,7 @@ def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence
 def dropout_columns(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float) -> jax.Array:
     """Dropout of x [B, ..., D / tensor], whose last dim is split over `tensor`, by the mask of the whole."""
     positions = (x.shape[1] * context_size(), *x.shape[2:-1]) if x.ndim > 2 else ()
-    shape = (*positions, x.shape[-1] * devices_of("tensor"))
+    shape = (*positions, x.shape[-1] * devices_along("tensor"))
     keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape))(keys_B)
     keep = own_context(keep, dim=1) if positions else keep
     return drop(x, own_positions(keep, dim=keep.ndim - 1), rate)

@@ -14,7 +14,7 @@ from jax import lax
 from jaxdist.collectives import active_axes, pmax, psum, rank, to_varying, varying_axes
 from jaxdist.errors import UserError
 from jaxdist.mesh import traced_for_gpus
-from jaxdist.nn.context.positions import devices_of, own_context
+from jaxdist.nn.context.positions import devices_along, own_context
 from jaxdist.nn.matmul.fp32_accumulation import einsum_fp32
 from jaxdist.nn.param import normal, zeros
 from jaxdist.nn.sequence_parallel import own_positions, sum_to_positions
@@ -30,7 +30,7 @@ def _local_ids(ids: jax.Array, local_vocab: int, dtype: Any) -> tuple[jax.Array,
     ids = ids.astype(jnp.int32)  # uint8 has no 256 to compare with
     local = ids - rank("tensor") * local_vocab
     here = (local >= 0) & (local < local_vocab)
-    known = (ids >= 0) & (ids < local_vocab * devices_of("tensor"))
+    known = (ids >= 0) & (ids < local_vocab * devices_along("tensor"))
     elsewhere = jnp.where(known, jnp.zeros((), dtype), jnp.asarray(jnp.nan, dtype))
     return jnp.clip(local, 0, local_vocab - 1), here, elsewhere
 

@@ -15,7 +15,7 @@ from jaxdist.errors import UserError
 from jaxdist.model import UpdateRule
 from jaxdist.specs import PyTree
 
-AXES = ("tensor", "expert", "context")  # those that layers own
+OWNED_AXES = ("tensor", "expert", "context")  # those that layers own
 
 
 def param(value: jax.Array, spec: Sequence[str | None] = (), *, update: UpdateRule | None = None) -> nnx.Param:
@@ -27,10 +27,10 @@ def param(value: jax.Array, spec: Sequence[str | None] = (), *, update: UpdateRu
     Raises `UserError` for a spec of other axes, or of another length.
     """
     entries = tuple(spec) or (None,) * value.ndim
-    if len(entries) != value.ndim or not {*entries} <= {*AXES, None}:
+    if len(entries) != value.ndim or not {*entries} <= {*OWNED_AXES, None}:
         raise UserError(
-            f"spec: {entries} of an array {list(value.shape)}; allowed: for each dim one of {', '.join(AXES)}, over"
-            " which the layer splits it itself, or None; a strategy splits over the other axes"
+            f"spec: {entries} of an array {list(value.shape)}; allowed: for each dim one of {', '.join(OWNED_AXES)},"
+            " over which the layer splits it itself, or None; a strategy splits over the other axes"
         )
     return nnx.Param(value, spec=P(*entries), update=update)
 

@@ -27,14 +27,14 @@ def chunks_of(device: int, devices: int) -> tuple[int, int]:
     return device, 2 * devices - 1 - device
 
 
-def devices_of(axis: str) -> int:
+def devices_along(axis: str) -> int:
     """The number of devices of an axis; 1 outside `shard_map`, where a layer has whole arrays."""
     return lax.axis_size(axis) if active_axes(axis) else 1
 
 
 def context_size() -> int:
     """The number of devices of `context`."""
-    return devices_of("context")
+    return devices_along("context")
 
 
 def check_length(length: int, devices: int) -> None:

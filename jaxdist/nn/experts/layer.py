@@ -20,7 +20,7 @@ from jaxdist.errors import UserError
 from jaxdist.nn.attention import PackedDocuments
 from jaxdist.nn.attention.cache import BlockCache
 from jaxdist.nn.block import Block
-from jaxdist.nn.context.positions import context_size, devices_of
+from jaxdist.nn.context.positions import context_size, devices_along
 from jaxdist.nn.experts.balance import expert_figures, with_count, with_loss
 from jaxdist.nn.experts.capacity import by_capacity
 from jaxdist.nn.experts.dispatch import Dispatch, Experts, RoutedTokens
@@ -102,7 +102,7 @@ class MoE(nnx.Module):
         chosen_E, losses = chosen_BsE.sum((0, 1)), balance_losses(routing, chosen_BsE)
         if self.router.bias is not None:
             y = with_count(y, self.router.bias[...], chosen_E)
-        length = own * context_size() * (devices_of("tensor") if self.sequence else 1)
+        length = own * context_size() * (devices_along("tensor") if self.sequence else 1)
         smallest = jnp.finfo(chosen_E.dtype).tiny
         entropy = -(routing.shares_BsE * jnp.log(jnp.maximum(routing.shares_BsE, smallest))).sum() / math.log(E)
         sums = jnp.stack([*(loss_B.sum() * length for loss_B in losses), entropy]) * K
