@@ -103,8 +103,8 @@ def check(case: Case) -> None:
     config, tx, mesh = config_of(case.style, tied=case.tied), layouts.optimizer(), case.make_mesh()
     with jax.enable_x64(True):
         model = model_of(case.style, tied=case.tied, dtype=jnp.float64)
-        options: Any = {"strategy": case.strategy, "freeze": case.freeze}
-        target = state_target(model, tx, mesh, min_shard_bytes=case.min_shard_bytes, **options)
+        options: Any = {"strategy": case.strategy, "freeze": case.freeze, "min_shard_bytes": case.min_shard_bytes}
+        target = state_target(model, tx, mesh, **options)
         split = ["pipe" in spec_axes(spec) for spec in spec_leaves(others(specs_of_arrays(target.params)))]
         assert {0: all(split), SOME: any(split) and not all(split), NONE: not any(split)}[case.min_shard_bytes]
         state = place_params(layouts.initial(config, "fp64"), only_trained(tx, case.freeze), target)
