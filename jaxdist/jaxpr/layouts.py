@@ -32,14 +32,13 @@ def refuse_call(error: Exception, batch: Any, mesh: Any, trace: Callable[[], Any
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         _check_leaf(error, f"batch: {path_name(path)}".removesuffix(": "), leaf, mesh)
     refuse_context(mesh)
+    if isinstance(error, ValueError):
+        if other:
+            raise UserError(
+                "state: laid out differently from the one this step was compiled for; make another step"
+            ) from error
+        refuse_layouts(error, trace)
     _refuse_constants(error)
-    if not isinstance(error, ValueError):
-        return
-    if other:
-        raise UserError(
-            "state: laid out differently from the one this step was compiled for; make another step"
-        ) from error
-    refuse_layouts(error, trace)
 
 
 def _refuse_constants(error: Exception) -> None:

@@ -360,7 +360,7 @@ JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_P
         (JAX, Job("node1:1234", 4, 3)),
         (TORCH | JAX, Job("node1:1234", 4, 3)),
         # torchrun's own store is on MASTER_PORT.
-        (TORCH | {"TORCHELASTIC_RUN_ID": "none"}, Job("node1:29501", 4, 3)),
+        (TORCH | {"TORCHELASTIC_RUN_ID": "none"}, Job("node1:29501", 4, 3, name="none")),
         # One process a GPU, unless the launcher lets each see one only, or JAX is told.
         (TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Job("node1:29500", 4, 3, (1,))),
         (TORCH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Job("node1:29500", 4, 3)),
@@ -377,7 +377,7 @@ JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_P
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-            Job(None, None, None, (1,), detect=True),
+            Job(None, 2, None, (1,), detect=True),
         ),
     ],
 )
