@@ -29,6 +29,13 @@ _EXAMPLES = (
 )
 
 
+def _refuse_given(parser: CommandParser, arguments: argparse.Namespace, names: Sequence[str], where: str) -> None:
+    """Raise `UserError` for one of these options that is given. where: it has no effect, and what to do."""
+    for name in names:
+        if getattr(arguments, name) != parser.get_default(name):
+            raise UserError(f"--{name.replace('_', '-')}: has no effect {where}")
+
+
 @reports_mistakes
 def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     """Exit status: 0; with --compile 1 if it does not fit; 2 the configuration is wrong, nothing fits, or something is
@@ -48,14 +55,14 @@ def main(argv: Sequence[str], prog: str = "jaxdist plan") -> int:
     _add_compiling(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="everything, for programs")
     arguments = parser.parse_intermixed_args(argv)
-    for name in _CHOOSING if arguments.compile else _COMPILING:
-        if getattr(arguments, name) != parser.get_default(name):
-            how, mend = ("with", "leave one of the two out") if arguments.compile else ("without", "add it")
-            raise UserError(f"--{name.replace('_', '-')}: has no effect {how} --compile; {mend}")
-    for name in _OF_A_TABLE if arguments.calibration is not None else ():
-        if getattr(arguments, name) != parser.get_default(name):
-            what = f"--{name.replace('_', '-')}"
-            raise UserError(f"{what}: has no effect with --calibration, whose devices count; leave one of the two out")
+    if arguments.compile:
+        _refuse_given(parser, arguments, _CHOOSING, "with --compile; leave one of the two out")
+    else:
+        _refuse_given(parser, arguments, _COMPILING, "without --compile; add it")
+    if arguments.calibration is not None:
+        _refuse_given(
+            parser, arguments, _OF_A_TABLE, "with --calibration, whose devices count; leave one of the two out"
+        )
     if arguments.check is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         from jaxdist.cli.work.choose import run_check
