@@ -59,7 +59,7 @@ RUN: dict[str, list[tuple[str, str]]] = {
     "docs/planner.md": [
         ("jaxdist plan llama_7b_h200", ""),
         ("jaxdist launch -n 2 -- jaxdist calibrate", "--link 400gbit"),
-        ("jaxdist plan my.yaml", "--gpu h200 --hosts 1 --gpus-per-host 8"),
+        ("jaxdist plan my.yaml", ""),
     ],
     "docs/verify.md": [("jaxdist verify quickstart model.layers=2", ""), ("jaxdist verify quickstart mesh.pipe=2", "")],
     "docs/bert.md": [("python scripts/train.py --config configs/bert_stdlib.yaml", SMALL)],
