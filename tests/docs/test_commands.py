@@ -58,8 +58,8 @@ RUN: dict[str, list[tuple[str, str]]] = {
     "docs/local_sgd.md": [("jaxdist train quickstart mesh=", SMALL)],
     "docs/planner.md": [
         ("jaxdist plan llama_7b_h200", ""),
-        ("jaxdist launch -n 2 -- jaxdist calibrate", "--link 400gbit"),
-        ("jaxdist plan my.yaml", ""),
+        ("jaxdist launch -n 2 -- jaxdist calibrate", f"--link 400gbit {TINY}"),
+        ("jaxdist plan my.yaml", TINY),
     ],
     "docs/verify.md": [("jaxdist verify quickstart model.layers=2", ""), ("jaxdist verify quickstart mesh.pipe=2", "")],
     "docs/bert.md": [("python scripts/train.py --config configs/bert_stdlib.yaml", SMALL)],
