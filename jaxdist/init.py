@@ -26,6 +26,7 @@ from jaxdist.optim.ema import carrying, not_carrying
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
+from jaxdist.precision.reproducible import products_rounded
 from jaxdist.specs import (
     SHARD_AXES,
     STACKED,
@@ -40,7 +41,7 @@ from jaxdist.specs import (
     spec_leaves,
     without_idle,
 )
-from jaxdist.state import TrainState, abstract_state, allocate, lay_out, place_params, shardings_of
+from jaxdist.state import TrainState, abstract_state, fresh_state, lay_out, place_params, shardings_of
 
 Rules = Sequence[tuple[str, P]]
 ParameterSource = ModelDef | ModuleLoss | Callable[[jax.Array], PyTree] | PyTree
@@ -144,7 +145,10 @@ def _is_init(source: Any) -> bool:
 
 
 def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyTree]:
-    """Parameters, or what makes them, and state of the loss of a module; those that are given otherwise."""
+    """Parameters, or what makes them, and state: of the loss of a module its own, of a `ModelDef` the order of its
+    blocks; those that are given otherwise."""
+    if isinstance(source, ModelDef) and not jax.tree.leaves(model_state):
+        return source, source.arranged or ()
     if not isinstance(source, ModuleLoss):
         return source, model_state
     init = source.init
@@ -299,6 +303,24 @@ def _tell_unsharded(source: Any, options: StepOptions, mesh: Mesh, params: PyTre
         _tell_whole(options.strategy, mesh.shape["data"], over)
 
 
+def _allocate(
+    make_params: Callable[[jax.Array], PyTree],
+    key: jax.Array,
+    optimizer: optax.GradientTransformation,
+    target: TrainState,
+) -> TrainState:
+    """A state at step 0, made directly in the layout of `target`: no device ever has more than its part.
+
+    make_params: key -> parameters. They are the same bits in every layout, as far as `products_rounded` goes.
+    target: see `abstract_state`.
+    """
+
+    def make(key: jax.Array) -> TrainState:
+        return fresh_state(products_rounded(make_params)(key), optimizer, target.residual)
+
+    return jax.jit(make, out_shardings=shardings_of(target))(key)
+
+
 def init_state(
     source: ParameterSource,
     optimizer: optax.GradientTransformation,
@@ -339,7 +361,7 @@ def init_state(
     carried, bare = target.model_state, not_carrying(target)
     optimizer, key = only_trained(optimizer, options.freeze, rules_of(source)), jax.random.key(options.seed)
     make = source.init if isinstance(source, ModelDef) else source
-    state = allocate(make, key, optimizer, bare) if _is_init(make) else place_params(make, optimizer, bare)
+    state = _allocate(make, key, optimizer, bare) if _is_init(make) else place_params(make, optimizer, bare)
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model_state))
     if module_init is not None and abstract:  # its module builds it, unless the caller has given one
         carry = jax.jit(lambda key: module_init(key)[1], out_shardings=shardings_of(carried))

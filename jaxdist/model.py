@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,19 @@ TAKEN = (
 # The "gradient" of a parameter that no optimizer updates -> its update, which is added to it. The layer that has the
 # parameter says by a `custom_vjp` what that "gradient" is, such as a number of tokens. For example: jnp.zeros_like
 UpdateRule = Callable[[jax.Array], jax.Array]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class BlockOrder:
+    """The order of stacked blocks in a pipeline, where it is not the model's: a pytree without leaves.
+
+    rows: the block in each row, -1 for none (`order_of_blocks`).
+    stages: the number of pipeline stages that have these rows.
+    """
+
+    rows: tuple[int, ...]
+    stages: int
 
 
 class ModelDef(NamedTuple):
@@ -66,7 +80,7 @@ class ModelDef(NamedTuple):
         first dim of an array is that of the rows of stacked blocks, and in metrics that of blocks in the model's order.
     weighs_rows: whether `rows` reads the leaf `loss_seed` [B] of a batch in training: what the loss of each sample is
         multiplied by before it is differentiated. Losses inside blocks need it (`jaxdist.nn.experts`).
-    arranged: the number of pipeline stages for which rows of blocks are in order; 0: they are in the model's order.
+    arranged: the order of the rows of blocks, for a pipeline; None: they are in the model's order.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -94,7 +108,7 @@ class ModelDef(NamedTuple):
     update_rules: Mapping[str, UpdateRule] = MappingProxyType({})
     figures: Callable[[PyTree], dict[str, jax.Array]] | None = None
     weighs_rows: bool = False
-    arranged: int = 0
+    arranged: BlockOrder | None = None
 
     def read_by_blocks(self, batch: PyTree) -> PyTree:
         """What every block is given beside h: (dropout keys [B], rows if the model has any)."""

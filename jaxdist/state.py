@@ -1,7 +1,6 @@
 """The state of a training run, and how each of its leaves is sharded."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,6 @@ from jaxdist.mesh import HOST, AnyMesh, fetched, sizes_text, stored_like
 from jaxdist.optim import apply_updates
 from jaxdist.optim.update import call_update
 from jaxdist.precision.loss_scale import choose, fresh_guard
-from jaxdist.precision.reproducible import products_rounded
 from jaxdist.specs import PyTree, format_bytes, map_specs, path_name, spec_leaves
 
 
@@ -27,7 +25,8 @@ class TrainState(NamedTuple):
     opt_state: optax's state, sharded like params.
     residual: the errors of lossy gradient sums, for the next step (`jaxdist.parallel.grad_sync`); mostly ().
     guard: the loss scale, and the number of steps skipped as not finite (`jaxdist.precision.loss_scale`).
-    model_state: what a user's loss carries from step to step besides parameters, such as BatchNorm's statistics.
+    model_state: what a user's loss carries from step to step besides parameters, such as BatchNorm's statistics; of a
+        `ModelDef` that is arranged for a pipeline its `BlockOrder`, which no array belongs to.
 
     >>> state = jaxdist.init_state({"w": jnp.ones((16, 4))}, optax.sgd(0.1), jaxdist.make_mesh(data=8))
     >>> int(state.step), state.params["w"].shape
@@ -188,29 +187,12 @@ def check_state(state: TrainState, mesh: AnyMesh, param_dtype: Any) -> None:
         refuse_state(named, loose, cast, guard=bool(state.guard), dtype=jnp.dtype(param_dtype).name)
 
 
-def allocate(
-    make_params: Callable[[jax.Array], PyTree],
-    key: jax.Array,
-    optimizer: optax.GradientTransformation,
-    target: TrainState,
-) -> TrainState:
-    """A state at step 0, made directly in the layout of `target`: no device ever has more than its part.
-
-    make_params: key -> parameters. They are the same bits in every layout, as far as `products_rounded` goes.
-    target: see `abstract_state`.
-    """
-
-    def make(key: jax.Array) -> TrainState:
-        return fresh_state(products_rounded(make_params)(key), optimizer, target.residual)
-
-    return jax.jit(make, out_shardings=shardings_of(target))(key)
-
-
 def place_params(params: PyTree, optimizer: optax.GradientTransformation, target: TrainState) -> TrainState:
     """A state at step 0 from parameters, in the layout of `target`. Weak types become strong: steps compile once."""
     strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype)), params)
     placed = lay_out(strong, target.params)
-    make = lambda params: fresh_state(params, optimizer, target.residual)  # noqa: E731
+    carried = {"model_state": target.model_state}  # without arrays: the order of blocks, or ()
+    make = lambda params: fresh_state(params, optimizer, target.residual)._replace(**carried)  # noqa: E731
     return jax.jit(make, out_shardings=shardings_of(target))(placed)
 
 

@@ -117,7 +117,7 @@ def make_train_step(
 
     def build(state: TrainState) -> Any:
         check_state(state, mesh, policy.param)
-        check_placed(state.params, model, strategy, mesh, options)
+        check_placed(state, model, strategy, mesh, options)
         check_update(optimizer, state.params, state.opt_state, state.residual, sync=sync)
         specs, lost, layout = specs_of_params(model, state.params), specs_of_arrays(state.residual), shardings_of(state)
         gradients = make_gradients(model, mesh, options, strategy, schedule, specs=specs, lost=lost)

@@ -19,6 +19,7 @@ from jaxdist.config.schema import Config, DataConfig, ModelConfig
 from jaxdist.config.sections.moe import MoEConfig
 from jaxdist.data import Source
 from jaxdist.mesh import make_mesh
+from jaxdist.model import BlockOrder
 from jaxdist.parallel.pipeline.stages import arrange_rows, order_of_blocks
 from jaxdist.precision.policy import precision_of
 from jaxdist.state import TrainState
@@ -97,8 +98,10 @@ def save_run(folder: Path, config: Config, params: Any, step: int = 3) -> Stored
     order = order_of_blocks(stacked, stages=config.mesh.pipe, chunks=parallel.chunks, blocks=parallel.stages)
     params = {**params, "blocks": arrange_rows(params["blocks"], order)}
     source = Source(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 256, {"sha256": "ab" * 32})
-    with Checkpoints(folder / "checkpoints", keep=9, order=order) as checkpoints:
-        checkpoints.save(step, TrainState(jnp.int32(step), params, {"mu": params}), record(config, source))
+    carried = BlockOrder(tuple(order.tolist()), config.mesh.pipe)
+    state = TrainState(jnp.int32(step), params, {"mu": params}, model_state=carried)
+    with Checkpoints(folder / "checkpoints", keep=9) as checkpoints:
+        checkpoints.save(step, state, record(config, source))
     return open_steps(folder, step=step)[0]
 
 
@@ -110,7 +113,7 @@ def bits(tree: Any) -> dict[str, tuple[Any, bytes]]:
 def restored(run_dir: Path, config: Config, step: int = 0) -> TrainState:
     """In the layout that the trainer asks for."""
     parts = assemble(config, make_mesh(**asdict(config.mesh)))
-    with Checkpoints(run_dir / "checkpoints", keep=1, order=parts.order) as checkpoints:
+    with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
         return checkpoints.restore(step, parts.target)
 
 

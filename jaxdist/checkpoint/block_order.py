@@ -14,6 +14,7 @@ from jaxdist.checkpoint.background import own_copy
 from jaxdist.checkpoint.checksums import MODEL_ORDER, RECORD
 from jaxdist.errors import UserError
 from jaxdist.mesh import HOST, has_host_memory
+from jaxdist.model import BlockOrder
 from jaxdist.parallel.pipeline.stages import order_of_blocks, rows_of_blocks, take_rows
 from jaxdist.specs import STACKED, axes_by_dim, from_entries, leaves_by_name, path_name, split_over
 from jaxdist.state import TrainState
@@ -44,6 +45,12 @@ def saved_order(meta: dict[str, Any]) -> np.ndarray | None:
         return None
     stages = len(blocks) // chunks if blocks else meta["mesh"]["pipe"]
     return order_of_blocks(meta["model"]["layers"], stages=stages, chunks=chunks, blocks=blocks)
+
+
+def order_of(state: TrainState) -> np.ndarray | None:
+    """The block in each row of a state's stacked blocks, as of `order_of_blocks`; None for the model's order."""
+    found = state.model_state
+    return np.asarray(found.rows) if isinstance(found, BlockOrder) else None
 
 
 def between(saved: np.ndarray | None, wanted: np.ndarray | None) -> np.ndarray | None:

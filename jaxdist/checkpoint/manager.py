@@ -18,14 +18,13 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.arguments import check_save, check_shared, folder_of_step, folder_of_user, whole_state
 from jaxdist.checkpoint.background import own_copy, writers_step_back
 from jaxdist.checkpoint.barrier import Entered, SaveBarrier, not_watched, share_failures
-from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, saved_order
+from jaxdist.checkpoint.block_order import as_saved, between, in_model_order, in_order_of, order_of, saved_order
 from jaxdist.checkpoint.checksums import Integrity, Landed, SealedFolder, check_files, loss_of, own_meta, recorded
 from jaxdist.checkpoint.errors import FAILURES, SaveFailed, only_in, reading, tell_in_one_line, why
 from jaxdist.checkpoint.retention import Retention, no_room, remove_leftovers
@@ -63,21 +62,13 @@ class Checkpoints:
     `close`; it is never silent.
 
     - keep, keep_every, keep_best: see `Retention`.
-    - order: the block in each row of the run's stacked blocks (`order_of_blocks`); None: the model's order.
     - entered: see `SaveBarrier`.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        keep: int,
-        keep_every: int = 0,
-        keep_best: int = 0,
-        order: np.ndarray | None = None,
-        entered: Entered = not_watched,
+        self, folder: str | Path, *, keep: int, keep_every: int = 0, keep_best: int = 0, entered: Entered = not_watched
     ) -> None:
-        self._folder, self._order = folder_of_user(folder), between(None, order)
+        self._folder = folder_of_user(folder)
         self._retention, self._saves = Retention(keep, keep_every, keep_best), SaveBarrier(entered)
         self._is_finite = jax.jit(tree_is_finite)
         self._manager = self._open()
@@ -212,7 +203,8 @@ class Checkpoints:
         if self._saves.fails_anywhere(problem is not None):
             self._fail(step, problem)
         self._shared = self._shared or check_shared(self._folder)
-        state = own_copy(state) if self._order is None else in_model_order(state, self._order)
+        order = order_of(state)
+        state = own_copy(state) if order is None else in_model_order(state, order)
         items = {"state": ocp.args.PyTreeSave(_lasting(state)), "meta": ocp.args.JsonSave(recorded(meta, loss))}
         if jax.tree.leaves(state.residual):
             items["residual"] = ocp.args.PyTreeSave(state.residual)
@@ -257,7 +249,7 @@ class Checkpoints:
         whole_state(target, "target")
         self._verify(step)
         saved = saved_order(self._meta(step))
-        rows = between(saved, self._order)
+        rows = between(saved, order_of(target))
         if rows is None:
             return self._in_saved_order(step, target)
         # The state in the saved order has no name here, so that `in_order_of` can free its leaves one by one.
@@ -272,7 +264,8 @@ class Checkpoints:
             state = self._manager.restore(step, args=ocp.args.Composite(state=_restoring(_lasting(asked))))["state"]
             if unguarded and target.guard:
                 state["guard"] = jax.jit(fresh_guard, out_shardings=shardings_of(target.guard))()
-            return TrainState(**state, residual=self._residual(step, target.residual))
+            kept = {"model_state": target.model_state} | state  # without arrays it is not saved
+            return TrainState(**kept, residual=self._residual(step, target.residual))
 
     def _verify(self, step: int) -> None:
         """Raise `UserError` for damage, unless `newest_intact` has just verified this step."""

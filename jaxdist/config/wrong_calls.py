@@ -94,6 +94,20 @@ def refuse_state(
     raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
 
 
+def refuse_order(model: Any, found: Any) -> NoReturn:
+    """Raise the `UserError` for a state whose blocks are in another order than the model's.
+
+    found: the state's `BlockOrder`, or something else for the order of the model.
+    """
+    orders = [getattr(each, "rows", None) for each in (found, model.arranged)]
+    mine, wanted = ("in the order of the model" if each is None else f"as blocks {list(each)}" for each in orders)
+    raise UserError(
+        f"state: the rows of its blocks are {mine}, and this step's model has them {wanted}; give init_state (or"
+        " state_target) and make_train_step the same model; where arrange_rows has put the rows right, give"
+        " state._replace(model_state=model.arranged or ())"
+    )
+
+
 def refuse_whole(name: str, spec: Any, options: Any, *, own: bool) -> NoReturn:
     """Raise the `UserError` for a state without shards where the strategy shards the parameter `name`.
 

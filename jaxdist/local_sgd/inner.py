@@ -126,7 +126,7 @@ def make_inner_step(
                 " jaxdist.local_sgd.step.init_local_state makes"
             )
         check_state(state, mesh, policy.param)
-        check_placed(state.params, model, get_strategy(options), mesh, options)
+        check_placed(state, model, get_strategy(options), mesh, options)
         check_update(optimizer, state.params, own.opt_state, (), sync=options.grad_sync)
         specs = marked_specs(within(specs_of_arrays(own.params)), model.specs)
         gradients = make_local_gradients(model, mesh, options, specs)

@@ -162,7 +162,7 @@ def local_target(
         lost=tuple(lost) if local.wire_dtype == "int8" else (),
     )
     guard = jax.tree.map(lambda _: split, one.guard)
-    layout = TrainState(P(), specs, own, (), guard)
+    layout = TrainState(P(), specs, own, (), guard, one.model_state)
     target = map_specs(
         lambda spec, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
         layout,

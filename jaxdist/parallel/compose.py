@@ -12,7 +12,7 @@ from jaxdist.parallel.options import StepOptions, StrategyOptions
 from jaxdist.parallel.schedule import Schedule, UserLoss
 from jaxdist.parallel.strategy import Strategy
 from jaxdist.parallel.wrappers.shard_over_pipe import sharding_over_pipe
-from jaxdist.specs import PyTree, named_leaves, shard_of, spec_leaves
+from jaxdist.specs import named_leaves, shard_of, spec_leaves
 
 
 def get_schedule(name: Any) -> Schedule:
@@ -59,10 +59,16 @@ def get_strategy(options: StepOptions, *, once: bool = False) -> Strategy:
 
 
 def check_placed(
-    params: PyTree, model: ModelDef | UserLoss, strategy: Strategy, mesh: AnyMesh, options: StepOptions
+    state: Any, model: ModelDef | UserLoss, strategy: Strategy, mesh: AnyMesh, options: StepOptions
 ) -> None:
-    """Raise `UserError` if the strategy shards parameters, and all of these are whole: a step would train
-    with them, and save no memory. Where the `rules` of `init_state` say so, all may be whole."""
+    """Raise `UserError` for a `TrainState` with blocks in another order than the model's; and if the strategy shards
+    parameters, and all of these are whole: a step would train with them, and save no memory. Where the `rules` of
+    `init_state` say so, all may be whole."""
+    params = state.params
+    if isinstance(model, ModelDef) and state.model_state != (model.arranged or ()):
+        from jaxdist.config.wrong_calls import refuse_order
+
+        refuse_order(model, state.model_state)
     found = spec_leaves(specs_of_params(model, params))
     # With rules specs are written out, P(None, None); without, those of a tree of somebody's own begin as P().
     if any(shard_of(spec) or (len(spec) and not isinstance(model, ModelDef)) for spec in found):

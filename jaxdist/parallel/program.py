@@ -91,10 +91,10 @@ def check_axes(model: ModelDef | UserLoss, mesh: AnyMesh, name: str = "model") -
     check_argument(name, model, isinstance(model, ModelDef) or own)
     if not isinstance(model, ModelDef):
         return
-    if model.arranged not in (0, pipe := mesh.shape["pipe"]):
+    if model.arranged is not None and model.arranged.stages != (pipe := mesh.shape["pipe"]):
         sizes = f"blocks={list(model.stages)}" if model.stages else f"chunks={model.chunks}"
         raise UserError(
-            f"mesh.pipe: {pipe} is given, but the model was arranged for {model.arranged} stages, with {sizes};"
+            f"mesh.pipe: {pipe} is given, but the model was arranged for {model.arranged.stages} stages, with {sizes};"
             " give both the same"
         )
     used = {axis for spec in spec_leaves(model.specs) for axis in spec_axes(spec)}

@@ -92,7 +92,7 @@ def _state_from(found: Pretrained, parts: Parts, say: Callable[[str], None]) -> 
     """The model_state of the place, in the layout of the run; that of a new run where the place has none."""
     target = parts.target.model_state
     if not jax.tree.leaves(target):
-        return ()
+        return target
     if found.model_state():
         return found.load_model_state(target)
     say(f"{_KEY}: {found.described} has no running statistics (model_state); they are those of a new run")

@@ -315,7 +315,7 @@ def _begin(
 ) -> tuple[TrainingRun, Work, Ending]:
     """The run, its work, and how it will end."""
     config, mesh, parts, cache = plan.config, plan.mesh, plan.parts, stack.enter_context(CacheHits())
-    outputs = make_outputs(config, folder, stack, watch, order=parts.order if len(parts.order) else None)
+    outputs = make_outputs(config, folder, stack, watch)
     watch.crumbs.enter("restore")
     progress = restore_or_init(config, parts.target, outputs, fresh, {"train": {"seed": config.train.seed}})
     if jax.process_index() == 0:

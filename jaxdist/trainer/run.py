@@ -226,8 +226,7 @@ def build(
     cache = stack.enter_context(CacheHits())
     mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
     parts = assemble(config, mesh)
-    order = parts.order if len(parts.order) else None
-    outputs = make_outputs(config, folder, stack, watch, order=order)  # which reads, while the data is read
+    outputs = make_outputs(config, folder, stack, watch)  # which reads, while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)
     sample = sampler_of(plan)
     if jax.process_count() > 1:
@@ -277,10 +276,10 @@ def build(
     )
 
 
-def make_outputs(config: Config, folder: Path, stack: ExitStack, watch: Watch, *, order: np.ndarray | None) -> Outputs:
+def make_outputs(config: Config, folder: Path, stack: ExitStack, watch: Watch) -> Outputs:
     """The outputs of a run, without those that are written; the newest checkpoint is verified meanwhile."""
     keeping = {key: getattr(config.checkpoint, key) for key in ("keep", "keep_every", "keep_best")}
-    made = Checkpoints(folder / "checkpoints", **keeping, order=order, entered=watch.crumbs.save_enters)
+    made = Checkpoints(folder / "checkpoints", **keeping, entered=watch.crumbs.save_enters)
     checkpoints = stack.enter_context(made)
     checkpoints.look_ahead()
     lead, observe = jax.process_index() == 0, config.observe

@@ -150,7 +150,7 @@ def own_losses(folder: Path, run_dir: Path, config: Config, steps: int) -> list[
     sizes = asdict(config.mesh)
     mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     parts = assemble(config, mesh)
-    with Checkpoints(run_dir / "checkpoints", keep=1, order=parts.order) as checkpoints:
+    with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
         state: Any = checkpoints.restore(0, parts.target)
     losses = []
     for batch in batches(config.model, steps):

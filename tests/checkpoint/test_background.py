@@ -17,6 +17,7 @@ from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.background import own_copy, step_back, writers_step_back
 from jaxdist.checkpoint.reader import open_steps
 from jaxdist.mesh import HOST
+from jaxdist.model import BlockOrder
 from jaxdist.state import TrainState
 
 
@@ -72,9 +73,10 @@ def test_a_step_works_in_the_buffers_of_the_state_that_is_being_saved(order: lis
     that are saved in another order."""
     step = jax.jit(lambda w: w + 1, donate_argnums=0)
     weights = step(jnp.zeros(1 << 20))
-    with Checkpoints(tmp_path, keep=2, order=None if order is None else np.array(order)) as checkpoints:
+    carried = () if order is None else BlockOrder(tuple(order), 1)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
         before = pointers(weights)
-        checkpoints.save(1, TrainState(jnp.int32(1), {"w": weights}, ()), {})
+        checkpoints.save(1, TrainState(jnp.int32(1), {"w": weights}, (), model_state=carried), {})
         weights = jax.block_until_ready(step(weights))
         assert pointers(weights) == before
         like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)  # noqa: E731

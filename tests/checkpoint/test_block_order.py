@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from levels import levels
 
-from jaxdist import load_config
+from jaxdist import init_state, load_config, make_train_step, state_target
 from jaxdist.build import Parts, assemble
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.background import _copier
@@ -39,8 +40,9 @@ from jaxdist.config.schema import Config, MeshConfig, ModelConfig, ParallelConfi
 from jaxdist.config.sections.optimizer import OptimizerConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
-from jaxdist.parallel.pipeline.stages import order_of_blocks, rows_of_blocks, take_rows
+from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks, rows_of_blocks, take_rows
 from jaxdist.runtime.watch.stop import StopSignal
 from jaxdist.state import TrainState
 from jaxdist.trainer.train import train
@@ -59,10 +61,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 @contextmanager
 def as_older(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A context in which checkpoints do not say in which order their blocks are."""
+    """A context in which checkpoints do not say in which order their blocks are, which is that of the run."""
     with monkeypatch.context() as patch:
         own = {RECORD: {"checksums": CHECKPOINT_FORMAT}}
         patch.setattr("jaxdist.checkpoint.manager.recorded", lambda meta, loss: meta | own)
+        patch.setattr("jaxdist.checkpoint.manager.order_of", lambda state: None)
         yield
 
 
@@ -91,7 +94,8 @@ def laid_out(state: TrainState, parts: Parts) -> TrainState:
         arranged = leaf if dim == NONE else take_rows(jnp.asarray(leaf), parts.order, dim=dim)
         return jax.device_put(arranged, asked.sharding)
 
-    return jax.tree.map(one, state, stacked_dims(state), parts.target)
+    carried = {"model_state": parts.target.model_state}  # the order of the blocks
+    return jax.tree.map(one, *(each._replace(**carried) for each in (state, stacked_dims(state), parts.target)))
 
 
 def assert_same(got: TrainState, want: TrainState) -> None:
@@ -106,12 +110,12 @@ def test_any_pipeline_into_any_other(optimizer: str, tmp_path: Path) -> None:
     names = ["one stage", "interleaved", "zero3", "uneven"]
     parts, state = {name: parts_of(name, optimizer) for name in names}, numbers(optimizer)
     for saving in names:
-        with Checkpoints(tmp_path / saving, keep=1, order=parts[saving].order) as checkpoints:
+        with Checkpoints(tmp_path / saving, keep=1) as checkpoints:
             checkpoints.save(3, laid_out(state, parts[saving]), {})
         with Checkpoints(tmp_path / saving, keep=1) as checkpoints:
             assert_same(checkpoints.restore(3, parts["one stage"].target), laid_out(state, parts["one stage"]))
     for name in names:
-        with Checkpoints(tmp_path / "interleaved", keep=1, order=parts[name].order) as checkpoints:
+        with Checkpoints(tmp_path / "interleaved", keep=1) as checkpoints:
             assert_same(checkpoints.restore(3, parts[name].target), laid_out(state, parts[name]))
 
 
@@ -119,7 +123,7 @@ def test_any_pipeline_into_any_other(optimizer: str, tmp_path: Path) -> None:
 def test_empty_rows_of_several_chunks(tmp_path: Path) -> None:
     parts, state = parts_of("uneven chunks", layers=5), numbers("adamw", 5)
     assert parts.order.tolist() == [0, -1, 3, -1, 1, 2, 4, -1]
-    with Checkpoints(tmp_path / "checkpoints", keep=1, order=parts.order) as checkpoints:
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(state, parts), {})
         checkpoints.wait()
         assert_same(checkpoints.restore(3, parts.target), laid_out(state, parts))
@@ -153,14 +157,14 @@ def test_checkpoints_of_older_versions(older: str, into: str, tmp_path: Path, mo
     }
     with as_older(monkeypatch), Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(state, parts), meta)
-    with Checkpoints(tmp_path / "checkpoints", keep=1, order=now.order) as checkpoints:
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         assert_same(checkpoints.restore(3, now.target), laid_out(state, now))
     (stored,) = open_steps(tmp_path)
     kernel = state.params["blocks"]["mlp"]["up"]["kernel"]
     assert np.array_equal(stored.param("blocks.mlp.up.kernel"), kernel)
     assert stored.params()["blocks.mlp.up.kernel"].shape == kernel.shape
     average(tmp_path, tmp_path / "mean", last=1)
-    with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1, order=now.order) as checkpoints:
+    with Checkpoints(tmp_path / "mean" / "checkpoints", keep=1) as checkpoints:
         assert_same(checkpoints.restore(3, now.target), laid_out(state, now))
         assert checkpoints.meta(3).keys() == meta.keys()
 
@@ -193,11 +197,11 @@ def test_the_record_of_a_loop_of_ones_own_moves_no_blocks(name: str, tmp_path: P
 @pytest.mark.slow
 def test_another_number_of_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of("uneven")
-    with Checkpoints(tmp_path / "new", keep=1, order=parts.order) as checkpoints:
+    with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
         checkpoints.save(3, laid_out(numbers("adamw"), parts), {})
     other = parts_of("uneven chunks", layers=5)
     with (
-        Checkpoints(tmp_path / "new", keep=1, order=other.order) as checkpoints,
+        Checkpoints(tmp_path / "new", keep=1) as checkpoints,
         pytest.raises(UserError, match=r"checkpoint of step 3: .*blocks.* is float32\[4, .* makes it float32\[5, "),
     ):
         checkpoints.restore(3, other.target)
@@ -213,10 +217,34 @@ def test_another_number_of_blocks_is_refused(tmp_path: Path, monkeypatch: pytest
     for name in ("zero3", "uneven chunks"):
         other = parts_of(name, layers=5)
         with (
-            Checkpoints(tmp_path / "old", keep=1, order=other.order) as checkpoints,
+            Checkpoints(tmp_path / "old", keep=1) as checkpoints,
             pytest.raises(UserError, match=r"^model.layers: 5, but the checkpoint holds 4 blocks"),
         ):
             checkpoints.restore(3, other.target)
+
+
+@pytest.mark.parametrize("arrangement", [{"chunks": 2}, {"blocks": (1, 3)}], ids=["interleaved", "uneven"])
+def test_a_loop_of_ones_own_need_not_know_the_order(arrangement: dict[str, Any], tmp_path: Path) -> None:
+    """The state tells it. A step whose model has another one is refused: it would run blocks in a wrong order."""
+    config = ModelConfig(layers=4, width=16, heads=2, vocab=32)
+    model, tx = gpt(config, max_length=8), optax.adam(1e-2)
+    piped = arrange(model, stages=2, **arrangement)
+    one, two = make_mesh(devices=jax.devices()[:1]), make_mesh(pipe=2, devices=jax.devices()[:2])
+    first, both = init_state(model, tx, one, strategy="ddp"), {}
+    with Checkpoints(tmp_path / "one", keep=1) as checkpoints:
+        checkpoints.save(1, first, {})
+        moved = checkpoints.restore(1, state_target(piped, tx, two, strategy="ddp"))
+    for state, name in ((moved, "restored"), (init_state(piped, tx, two, strategy="ddp"), "fresh")):
+        with Checkpoints(tmp_path / name, keep=1) as checkpoints:
+            checkpoints.save(1, state, {})
+            both[name] = checkpoints.restore(1, state_target(model, tx, one, strategy="ddp"))
+        assert_same(both[name], first)
+    assert_same(moved, state)
+    refused = r"^state: the rows of its blocks are as blocks \[.*\], and this step's model has them in the order of the"
+    with pytest.raises(UserError, match=refused):
+        make_train_step(model, tx, two, schedule="gpipe", microbatches=2)(moved, {"inputs": np.zeros((4, 8), np.int32)})
+    with pytest.raises(UserError, match="^model: is arranged for 2 stages already"):
+        arrange(piped, stages=2, **arrangement)
 
 
 def test_rows_between_orders() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdist.config.rules.pipeline import check_stages, uneven
 from jaxdist.errors import UserError
-from jaxdist.model import ModelDef
+from jaxdist.model import BlockOrder, ModelDef
 from jaxdist.specs import STACKED, PyTree
 
 
@@ -62,6 +62,10 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
     order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=blocks)
     if chunks == 1 and not uneven(blocks):
         return model
+    if model.arranged is not None:
+        raise UserError(
+            f"model: is arranged for {model.arranged.stages} stages already; give the one that it was made of"
+        )
 
     def init(key: jax.Array) -> PyTree:
         params = model.init(key)
@@ -69,8 +73,9 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
 
     shapes = {**model.shapes, STACKED: jax.eval_shape(lambda rows: arrange_rows(rows, order), model.shapes[STACKED])}
     figures = model.figures and functools.partial(_figures_of_blocks, model.figures, order)
+    arranged = BlockOrder(tuple(order.tolist()), stages)
     return model._replace(
-        init=init, shapes=shapes, figures=figures, chunks=chunks, stages=uneven(blocks), arranged=stages
+        init=init, shapes=shapes, figures=figures, chunks=chunks, stages=uneven(blocks), arranged=arranged
     )
 
 
