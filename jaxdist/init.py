@@ -191,6 +191,11 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
             )
     shapes = jax.eval_shape(source, jax.random.key(0)) if _is_init(source) else jax.eval_shape(lambda: source)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise UserError(
+                f"params.{path_name(path)}: {leaf.dtype}; allowed: real parameters, whose sums and norms are defined;"
+                " give real and imaginary parts as two arrays, and join them in the loss by jax.lax.complex"
+            )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
                 f"params.{path_name(path)}: {leaf.dtype}, which has no gradient; give parameters alone, as "
@@ -346,6 +351,10 @@ def init_state(
     >>> {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}  # of one device
     {'b': (3,), 'w': (2, 4)}
     """
+    if jax.config.jax_disable_jit:
+        from jaxdist.config.wrong_calls import refuse_use
+
+        refuse_use(disabled=True)
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         from jaxdist.jaxpr.layouts import refuse_context
 

@@ -83,10 +83,11 @@ class TrainStep:
 
             check_float8(self._options.precision, self._mesh.devices.flat)
             self._checked = True
-        if (traced := isinstance(state.step, jax.core.Tracer)) or getattr(state.step, "is_deleted", bool)():
+        traced, disabled = isinstance(state.step, jax.core.Tracer), jax.config.jax_disable_jit
+        if traced or disabled or getattr(state.step, "is_deleted", bool)():
             from jaxdist.config.wrong_calls import refuse_use
 
-            refuse_use(traced=traced)  # used up, jax 0.10 would crash
+            refuse_use(traced=traced, disabled=disabled)  # used up, jax 0.10 would crash
         check_global(batch)
         if len(self._under_way) == 2:
             # With more steps under way, XLA:CPU may leave a device without a thread while other devices wait for it.

@@ -81,6 +81,16 @@ def explicit(size: int) -> Mesh:
     return jax.make_mesh((size,), ("a",), devices=jax.devices()[:size], axis_types=(AxisType.Explicit,))
 
 
+def test_without_compilation_nothing_can_be_laid_out() -> None:
+    mesh, rows, params = make_mesh(fsdp=8), np.ones((8, 8), np.float32), {"w": jnp.ones((8, 8))}
+    step, state = make_train_step(square, SGD, mesh), init_state(params, SGD, mesh)
+    with jax.disable_jit(), pytest.raises(UserError, match="^jax.disable_jit: is on, "):
+        init_state(params, SGD, mesh)
+    with jax.disable_jit(), pytest.raises(UserError, match="^jax.disable_jit: is on, "):
+        step(state, rows)
+    step(state, rows)
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_step_inside_of_jit(warm: bool) -> None:
     """The function of `jitted` is called there."""

@@ -83,6 +83,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: run({}, {}, params={"w": jnp.ones((4, 4)), "count": jnp.ones((), jnp.uint32)}),
         ["params.count: uint32", "no gradient", "nnx.to_pure_dict(nnx.state(model, nnx.Param))"],
     ),
+    "a complex parameter": (
+        lambda: run({}, {}, params={"w": jnp.ones((4, 4), jnp.complex64)}),
+        ["params.w: complex64; allowed: real parameters", "as two arrays", "jax.lax.complex"],
+    ),
     "zero3 for the step only": (
         lambda: run({}, ZERO3),
         ["state: all parameters are whole", "'ddp'", "'zero3' shards w as", "init_state(..., strategy='zero3')"],

@@ -16,12 +16,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives.varying import to_varying
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, check_mesh
 from jaxdist.specs import PyTree, claimed_axes, map_specs, without_idle
 
 
 def stacked_specs(specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """PartitionSpecs of the stacked values. The leading dim is split over the axes along which a leaf is a copy."""
+    """PartitionSpecs of the stacked values, whose leading dim is split over the axes along which a leaf is a copy."""
+    check_mesh(mesh)
     return map_specs(lambda spec: without_idle(P(claimed_axes(spec) or None, *spec), mesh), specs)
 
 

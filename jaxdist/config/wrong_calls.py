@@ -62,8 +62,14 @@ def refuse_keyword(name: str, value: Any, known: Iterable[str]) -> NoReturn:
     raise UserError(f"{name}: is no keyword; allowed: {', '.join(known)}{hint}")
 
 
-def refuse_use(*, traced: bool) -> NoReturn:
-    """Raise the `UserError` for a state with which no step can be called: one that jax traces, or one used up."""
+def refuse_use(*, traced: bool = False, disabled: bool = False) -> NoReturn:
+    """Raise the `UserError` for a call of a step inside of a program, inside of `jax.disable_jit`, or with a state that
+    is used up."""
+    if disabled:
+        raise UserError(
+            "jax.disable_jit: is on, and a state is laid out over devices by compiled programs; allowed: off; to look"
+            " into a loss, call it by itself, or use jax.debug.print and jax.debug.breakpoint inside"
+        )
     if traced:
         raise UserError(
             "state: is traced by jax, and a step is compiled by itself: inside jax.jit, lax.scan or jax.eval_shape it"

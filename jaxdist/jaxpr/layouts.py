@@ -122,6 +122,8 @@ def refuse_layouts(error: ValueError, trace: Callable[[], Any]) -> None:
         asking = [site.equation for site in every_equation(trace()) if _asks(site.equation, site.inside)]
         found = [ASKING[equation.primitive.name] for equation in asking]
         places = list(map(line_of_user, asking))
+    if not found and "mesh passed to shard_map" in str(error):  # the call is of a function that shard_map has made
+        found = ["shard_map"]
     if found:
         raise UserError(
             f"{found[0]}: in a loss or a layer ({places[0] if places else 'of a package'}), where each device computes"

@@ -64,18 +64,15 @@ def check_placed(
     """Raise `UserError` for a `TrainState` with blocks in another order than the model's; and if the strategy shards
     parameters, and all of these are whole: a step would train with them, and save no memory. Where the `rules` of
     `init_state` say so, all may be whole."""
-    params = state.params
-    if isinstance(model, ModelDef) and state.model_state != (model.arranged or ()):
-        from jaxdist.config.wrong_calls import refuse_order
+    from jaxdist.config.wrong_calls import refuse_order, refuse_whole  # which an import of the step need not load
 
+    if isinstance(model, ModelDef) and state.model_state != (model.arranged or ()):
         refuse_order(model, state.model_state)
-    found = spec_leaves(specs_of_params(model, params))
+    params, found = state.params, spec_leaves(specs_of_params(model, state.params))
     # With rules specs are written out, P(None, None); without, those of a tree of somebody's own begin as P().
     if any(shard_of(spec) or (len(spec) and not isinstance(model, ModelDef)) for spec in found):
         return
     whole = model.specs if isinstance(model, ModelDef) else jax.tree.map(lambda _: P(), params)
     for name, spec in named_leaves(strategy.place(params, whole, mesh)):
         if shard_of(spec):
-            from jaxdist.config.wrong_calls import refuse_whole
-
             refuse_whole(name, spec, options, own=not isinstance(model, ModelDef))

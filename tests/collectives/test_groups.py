@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,9 +19,18 @@ from collective_cases import (
     on_every_device,
     values,
 )
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from levels import levels, others_slow
 
-from jaxdist.collectives import all_reduce, all_reduce_with_feedback, broadcast, reduce_scatter, send_recv
+from jaxdist.collectives import (
+    all_reduce,
+    all_reduce_with_feedback,
+    broadcast,
+    reduce_scatter,
+    send_recv,
+    stacked_specs,
+)
 from jaxdist.errors import UserError
 
 INTERLEAVED: Groups = ((0, 2), (1, 3))
@@ -128,3 +138,9 @@ def test_the_ranks_of_a_group_divide_what_it_cuts() -> None:
         on_every_device(lambda x: reduce_scatter(x, "data", groups=INTERLEAVED), np.zeros((4, 3)), data=4)
     with pytest.raises(UserError, match="ranks 0 to 1 of the group"):
         on_every_device(lambda x: broadcast(x, "data", root=2, groups=INTERLEAVED), np.zeros((4, 3)), data=4)
+
+
+def test_specs_of_stacked_values_need_the_axes_of_jaxdist() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    with pytest.raises(UserError, match=r"^mesh: Auto axes x; allowed: what jaxdist.make_mesh makes"):
+        stacked_specs(P(), mesh)

@@ -20,6 +20,9 @@ FEW = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",)), P(
 BATCH = {"x": np.ones((6, 4), np.float32)}  # 3 rows on a device, which do not divide by 2
 SGD = optax.sgd(0.1)
 Ask = Callable[[jax.Array], jax.Array]
+TANH = jax.shard_map(
+    jnp.tanh, mesh=jaxdist.make_mesh(data=4, devices=jax.devices()[:4]), in_specs=P("data"), out_specs=P("data")
+)
 
 
 def loss_with(ask: Ask) -> Any:
@@ -65,6 +68,7 @@ ASKED: dict[str, Ask] = {
     "device_put, of an array of its own": lambda x: x + jax.device_put(np.ones(4, np.float32), FEW),
     "reshard": lambda x: jax.sharding.reshard(x, ROWS),
     "shard_map": lambda x: jax.shard_map(jnp.tanh, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x),
+    "shard_map, of another mesh, made before": lambda x: TANH(x),
     "out_shardings": lambda x: jax.jit(
         jnp.tanh,
         out_shardings=ROWS,
