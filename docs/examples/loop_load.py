@@ -15,7 +15,7 @@ def load(where, source, mesh, strategy="ddp"):
     """source: what init_state was given; a function key -> parameters is asked for shapes only."""
     target = jaxdist.state_target(source, optax.identity(), mesh, strategy=strategy)  # identity: no optimizer state
     with jaxdist.open_pretrained(where) as found:  # ema=True: the moving average of fit, or of with_ema
-        return found.load(target.params)
+        return found.load(target)
 
 
 if __name__ == "__main__":

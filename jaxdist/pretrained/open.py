@@ -31,7 +31,7 @@ def open_pretrained(where: str | Path, *, key: str = "where", ema: bool = False)
     >>> make = lambda key: {"w": jnp.zeros((16, 4))}
     >>> target = jaxdist.state_target(make, optax.sgd(0.1), jaxdist.make_mesh(fsdp=8), strategy="zero3")
     >>> with jaxdist.open_pretrained(file) as found:
-    ...     params = found.load(target.params, say=lambda line: None)
+    ...     params = found.load(target, say=lambda line: None)
     >>> params["w"].sharding == target.params["w"].sharding
     True
     """

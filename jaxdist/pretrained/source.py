@@ -10,12 +10,14 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxdist.checkpoint.block_order import order_of
 from jaxdist.checkpoint.huggingface.safetensors import tensor_name
 from jaxdist.config.load import model_differences, settings_by_key
 from jaxdist.config.schema import ModelConfig
 from jaxdist.config.sections.optimizer import LoraConfig
 from jaxdist.errors import UserError, first_of
 from jaxdist.specs import STACKED, PyTree, leaves_by_name, path_name
+from jaxdist.state import TrainState
 
 Say = Callable[[str], None]
 # Keys of a model that change how it is computed, or trained, and not what it is.
@@ -82,23 +84,25 @@ class Pretrained(ABC):
 
     def load(
         self,
-        target: PyTree,
+        target: TrainState | PyTree,
         *,
         fresh: Callable[[frozenset[str]], dict[str, jax.Array]] | None = None,
         partial: Sequence[str] = (),
-        order: np.ndarray | None = None,
         say: Say = print,
     ) -> PyTree:
         """The parameters in the layout of `target`. Each process reads the parts of its own devices.
 
-        target: the tree of parameters as ShapeDtypeStructs with shardings, as `jaxdist.state_target(...).params`.
+        target: a `jaxdist.state_target`; or parameters alone, a tree of ShapeDtypeStructs with shardings, which cannot
+            say that its blocks are in the order of a pipeline (`arrange`).
         fresh: names -> initial values, for parameters that `partial` allows to be missing or of another shape.
         partial: patterns of names, such as "head.*".
-        order: the block in each row of stacked blocks (`order_of_blocks`); None: the model's order.
         say: gets a line about what is not read.
 
         Raises `UserError` that lists what does not fit.
         """
+        order = None
+        if isinstance(target, TrainState):
+            order, target = order_of(target), target.params
         asked, mine = leaves_by_name(target), self.shapes()
         wanted = {name: tuple(leaf.shape) for name, leaf in asked.items()}
         if order is not None:  # rows without a block are padding

@@ -68,7 +68,6 @@ def _read_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tupl
         key, layout = jax.random.key(parts.options.seed), chosen(shardings_of(target.params))
         return jax.jit(lambda key: chosen(make(key)), out_shardings=layout)(key)
 
-    order = parts.order if len(parts.order) else None
     with open_pretrained(init.from_, key=_KEY, ema=init.ema) as found:
         digests = from_all(found.digest())
         if len(set(digests)) > 1:
@@ -83,7 +82,7 @@ def _read_from(config: Config, parts: Parts, say: Callable[[str], None]) -> tupl
         # Adapters begin at random beside parameters that have none.
         new = config.optimizer.lora.rank and not any(fnmatch(name, LORA) for name in found.shapes())
         partial = (*init.partial, LORA) if new else init.partial
-        params = found.load(target.params, fresh=fresh, partial=partial, order=order, say=say)
+        params = found.load(target, fresh=fresh, partial=partial, say=say)
         carried = _state_from(found, parts, say)
     return params, carried, {"from": init.from_, "digest": digests[0]}
 

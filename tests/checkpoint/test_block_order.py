@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from levels import levels
 
-from jaxdist import init_state, load_config, make_train_step, state_target
+from jaxdist import init_state, load_config, make_train_step, open_pretrained, state_target
 from jaxdist.build import Parts, assemble
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.checkpoint.background import _copier
@@ -240,6 +240,9 @@ def test_a_loop_of_ones_own_need_not_know_the_order(arrangement: dict[str, Any],
             both[name] = checkpoints.restore(1, state_target(model, tx, one, strategy="ddp"))
         assert_same(both[name], first)
     assert_same(moved, state)
+    with open_pretrained(tmp_path / "one") as found:
+        loaded = found.load(state_target(piped, optax.identity(), two, strategy="ddp"))
+    assert_same(state._replace(params=loaded), state)
     refused = r"^state: the rows of its blocks are as blocks \[.*\], and this step's model has them in the order of the"
     with pytest.raises(UserError, match=refused):
         make_train_step(model, tx, two, schedule="gpipe", microbatches=2)(moved, {"inputs": np.zeros((4, 8), np.int32)})

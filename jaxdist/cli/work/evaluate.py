@@ -94,10 +94,10 @@ def read_state(plan: RunPlan, stored: Stored, run_dir: Path, *, ema: bool) -> Tr
             f"{key}: {value!r}, but the model in {run_dir} was trained with {before!r}; leave the key out, a checkpoint"
             " is evaluated as the model that it is"
         )
-    target, order = plan.parts.target, plan.parts.order
+    target = plan.parts.target
     saved = Saved(stored, key="RUN_DIR", ema=ema)
     saved.mend = "a checkpoint is evaluated as the model that it is, by no longer texts than its table has positions"
-    params = saved.load(target.params, order=order if len(order) else None, say=lambda line: None)
+    params = saved.load(target, say=lambda line: None)
     return TrainState(stored.step, params, (), model_state=saved.load_model_state(target.model_state))
 
 
