@@ -109,8 +109,8 @@ def refuse_order(model: Any, found: Any) -> NoReturn:
     mine, wanted = ("in the order of the model" if each is None else f"as blocks {list(each)}" for each in orders)
     raise UserError(
         f"state: the rows of its blocks are {mine}, and this step's model has them {wanted}; give init_state (or"
-        " state_target) and make_train_step the same model; where arrange_rows has put the rows right, give"
-        " state._replace(model_state=model.arranged or ())"
+        " state_target) and make_train_step the same model; with parameters of yours, which arrange_rows puts into"
+        " this order, give init_state model._replace(init=lambda key: params)"
     )
 
 

@@ -42,7 +42,7 @@ from jaxdist.errors import UserError
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt import gpt
 from jaxdist.observe import read_metrics
-from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks, rows_of_blocks, take_rows
+from jaxdist.parallel.pipeline.stages import arrange, arrange_rows, order_of_blocks, rows_of_blocks, take_rows
 from jaxdist.runtime.watch.stop import StopSignal
 from jaxdist.state import TrainState
 from jaxdist.trainer.train import train
@@ -243,6 +243,9 @@ def test_a_loop_of_ones_own_need_not_know_the_order(arrangement: dict[str, Any],
     with open_pretrained(tmp_path / "one") as found:
         loaded = found.load(state_target(piped, optax.identity(), two, strategy="ddp"))
     assert_same(state._replace(params=loaded), state)
+    rows = {**first.params, "blocks": arrange_rows(first.params["blocks"], np.array(piped.arranged.rows))}
+    rows = jax.device_get(rows)
+    assert_same(init_state(piped._replace(init=lambda key: rows), tx, two, strategy="ddp"), moved)
     refused = r"^state: the rows of its blocks are as blocks \[.*\], and this step's model has them in the order of the"
     with pytest.raises(UserError, match=refused):
         make_train_step(model, tx, two, schedule="gpipe", microbatches=2)(moved, {"inputs": np.zeros((4, 8), np.int32)})
