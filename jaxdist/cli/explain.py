@@ -1,9 +1,7 @@
 """The command `explain`: what a configuration will communicate and hold, without running a step."""
 
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.config.arguments import COUNT, numeric, output_file, picture_file
@@ -52,7 +50,7 @@ def main(argv: Sequence[str], prog: str = "jaxdist explain") -> int:
 
     jax.config.update("jax_platforms", "cpu")
     if arguments.compile or arguments.remedies:
-        jax.config.update("jax_num_cpu_devices", math.prod(asdict(config.mesh).values()))
+        jax.config.update("jax_num_cpu_devices", config.mesh.devices)
     from jaxdist.cli.work.explain import run_explain
 
     over = run_explain(config, arguments)

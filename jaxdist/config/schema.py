@@ -5,6 +5,7 @@ Each field carries its one-line description and its allowed values; the checks a
 together. Nothing here imports jax.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
@@ -147,6 +148,11 @@ class MeshConfig:
     def shards(self) -> int:
         """The devices that ZeRO splits parameters over: the product of `specs.SHARD_AXES`, with its sizes known."""
         return self.fsdp * self.expert * self.context
+
+    @property
+    def devices(self) -> int:
+        """The devices of the mesh, with its sizes known."""
+        return math.prod(vars(self).values())
 
 
 @dataclass(frozen=True)

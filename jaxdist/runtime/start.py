@@ -1,12 +1,11 @@
 """From a configuration to running devices: platform, simulated devices, joining a multi-process job, the true mesh."""
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -116,7 +115,7 @@ def of_each_process(config: Config, processes: int | None) -> DevicesConfig:
     """The section `devices` of each process of a job. With `fit: shrink` the processes share the mesh's devices, if
     their number divides it. Else each would have as many as a process alone, the first one's would be all of the mesh,
     and the others would have none."""
-    devices, need = config.devices, math.prod(asdict(config.mesh).values())
+    devices, need = config.devices, config.mesh.devices
     if not processes or devices.fit != "shrink" or need < 1 or need % processes:
         return devices
     return replace(devices, simulated=min(devices.simulated, need // processes))

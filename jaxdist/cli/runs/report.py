@@ -1,6 +1,5 @@
 """Make report.html of a run again, or compare several: also while a run goes on, and after it was killed."""
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "jaxdist report") -> int
 
         jax.config.update("jax_platforms", "cpu")
         if options.remedies and isinstance(configs[0], Config):
-            jax.config.update("jax_num_cpu_devices", math.prod(asdict(configs[0].mesh).values()))
+            jax.config.update("jax_num_cpu_devices", configs[0].mesh.devices)
     try:
         output = _write(options.runs, configs, options.output, trace=not options.no_trace, compiled=options.remedies)
     except OSError as error:

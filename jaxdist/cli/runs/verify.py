@@ -1,7 +1,6 @@
 """Does a model train the same in this layout as on one device? If not: the causes, their lines, and the remedies."""
 
 import inspect
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ def _start(config: Config) -> Any:
     from jaxdist.mesh import make_mesh
     from jaxdist.runtime.start import choose_platform
 
-    needed = math.prod(sizes.values())
+    needed = config.mesh.devices
     choose_platform(replace(config.devices, platform="cpu", simulated=needed))
     return make_mesh(**sizes, devices=jax.devices()[:needed])
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.config.load import load_config
@@ -49,7 +48,7 @@ def _without_plan(folder: Path, notes: Sequence[str]) -> str:
 
 def _predicted(folder: Path, cluster: PlanCluster) -> Predicted:
     config = with_prefetch(load_config(folder / "config.yaml", planned=True), gpu=cluster.gpu)
-    known, devices = Known(), math.prod(asdict(config.mesh).values())
+    known, devices = Known(), config.mesh.devices
     if (why := unplannable(config, known)) is not None:
         raise UserError(f"--check: {why}")
     if devices != cluster.devices:

@@ -5,7 +5,6 @@ kernels of matrix products are chosen on the device.
 """
 
 import importlib.util
-import math
 import mmap
 import shutil
 import time
@@ -176,8 +175,7 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
 
     Raises `UserError` unless the mesh takes all GPUs of the hosts.
     """
-    sizes = asdict(config.mesh)
-    needed = math.prod(sizes.values())
+    sizes, needed = asdict(config.mesh), config.mesh.devices
     if hosts is None:
         gpus_per_host = min(gpus_per_host, needed)
         hosts = -(-needed // gpus_per_host)

@@ -125,7 +125,7 @@ def remedies(config: Config, *, cluster: PlanCluster | None = None, progress: Ca
 
 def assumed_cluster(config: Config, gpu: str) -> PlanCluster:
     """As many of these GPUs as a configuration's mesh has, eight to a host where that divides. Raises `UserError`."""
-    devices = math.prod(asdict(config.mesh).values())
+    devices = config.mesh.devices
     per_host = math.gcd(devices, 8) if devices > 8 else devices
     precision = precision_of(config.precision)
     return gpu_cluster(gpu, precision, hosts=devices // per_host, per_host=per_host, link=None, inside=None)

@@ -1,8 +1,6 @@
 """Advice for a device that ran out of memory, in place of a traceback: what the step needs, what would make it fit."""
 
-import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -72,7 +70,7 @@ def _gpu_here() -> str | None:
 
 def _planning(config: Config, file: Path, gpu: str | None) -> str:
     """The command that plans this configuration for the devices of this job, and writes one that fits."""
-    devices, hosts = math.prod(asdict(config.mesh).values()), count_hosts()
+    devices, hosts = config.mesh.devices, count_hosts()
     cluster = f"--gpu {gpu or 'NAME'} --hosts {hosts} --gpus-per-host {devices // hosts}"
     return f"jaxdist plan {file} {cluster} --out plan && jaxdist train plan/plan.yaml"
 
