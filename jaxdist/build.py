@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -20,7 +21,7 @@ from jaxdist.config.rules.transformer import context_form
 from jaxdist.config.schema import Config, ParallelConfig
 from jaxdist.errors import UserError
 from jaxdist.init import state_target
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
 from jaxdist.model import ModelDef
 from jaxdist.nn import why_not_cudnn
 from jaxdist.nn.context.cudnn_tiles import why_no_cudnn_tiles
@@ -71,6 +72,16 @@ class Parts(NamedTuple):
     def evaluated(self) -> PyTree:
         """The parameters of the target in device memory, where `parallel.local.offload` keeps them on the host."""
         return (self.target if self.replicas is None else self.replicas.one).params
+
+
+def mesh_of_config(config: Config) -> Mesh:
+    """The mesh of a configuration, of the devices of this job. Raises `UserError` where they are too few."""
+    return make_mesh(**asdict(config.mesh), devices=jax.devices())
+
+
+def planned_mesh(config: Config) -> AnyMesh:
+    """The mesh of a configuration, without devices."""
+    return abstract_mesh(**asdict(config.mesh))
 
 
 def cuda_capability(config: Config, mesh: AnyMesh) -> str:

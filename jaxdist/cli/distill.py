@@ -1,7 +1,6 @@
 """The command `distill`: the largest logits of a teacher, for `distill.cache`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
@@ -31,9 +30,8 @@ def main(argv: Sequence[str], prog: str = "jaxdist distill") -> int:
 def _write(config: Config) -> None:
     import jax
 
-    from jaxdist.build import forward_only
+    from jaxdist.build import forward_only, mesh_of_config
     from jaxdist.distill.teaching import load_teacher, make_cache
-    from jaxdist.mesh import make_mesh
     from jaxdist.runtime.start import start
     from jaxdist.specs import format_bytes
     from jaxdist.trainer.batches.load import load_data, loader_of
@@ -42,7 +40,7 @@ def _write(config: Config) -> None:
     config = start(config)
     if jax.process_count() > 1:
         raise UserError("jaxdist distill: runs in one process, which may have several devices; start it without launch")
-    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
+    mesh = mesh_of_config(config)
     teacher, source = load_teacher(config, mesh, forward_only), load_data(config)
     loader = loader_of(config, source, mesh)
     kept = make_cache(config, teacher, loader, identity(config, source), lambda line: print(line, flush=True))

@@ -50,13 +50,10 @@ def check_job(config: Any) -> None:
 @cache  # once a process: the step is compiled for all workers in it
 def make_job(text: str) -> WorkerJob:
     """Start jax as a configuration (its YAML) says, and build its parts. Raises `UserError`."""
-    from dataclasses import asdict
-
     import jax
 
-    from jaxdist.build import assemble
+    from jaxdist.build import assemble, mesh_of_config
     from jaxdist.config.load import load_config
-    from jaxdist.mesh import make_mesh
     from jaxdist.plan.auto_remat import start_fitting
     from jaxdist.trainer.batches.load import load_data
 
@@ -68,7 +65,7 @@ def make_job(text: str) -> WorkerJob:
         config = start_fitting(config)
     if jax.process_count() > 1:
         raise UserError("elastic: a worker is one process, which may have several devices; start no job around it")
-    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
+    mesh = mesh_of_config(config)
     return WorkerJob(config, assemble(config, mesh), load_data(config), mesh)
 
 

@@ -1,15 +1,14 @@
 """Explanation of a configuration without running it: its collectives, the memory of a device, its sharding."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import Parts, assemble, prefetches_on, with_teacher
+from jaxdist.build import Parts, assemble, mesh_of_config, planned_mesh, prefetches_on, with_teacher
 from jaxdist.config.schema import Config
-from jaxdist.mesh import AnyMesh, abstract_mesh, make_mesh
+from jaxdist.mesh import AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.optim import leave_out
 from jaxdist.parallel.compose import get_strategy
@@ -66,8 +65,7 @@ def explain(config: Config, *, compiled: bool = False, devices_per_host: int = 8
 
     compiled: also compile it, for as many simulated CPU devices as its mesh has, which this process must have
     """
-    sizes = asdict(config.mesh)
-    mesh: AnyMesh = make_mesh(**sizes, devices=jax.devices()) if compiled else abstract_mesh(**sizes)
+    mesh: AnyMesh = mesh_of_config(config) if compiled else planned_mesh(config)
     parts = assemble(config, mesh)
     return explain_parts(
         config, parts, mesh, batch_of(config, mesh), compiled=compiled, devices_per_host=devices_per_host

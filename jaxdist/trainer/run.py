@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxdist.build import Parts, assemble
+from jaxdist.build import Parts, assemble, mesh_of_config
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config.load import to_yaml
 from jaxdist.config.schema import Config
@@ -26,7 +26,7 @@ from jaxdist.data import Ids, Source, bigram_bits, trigram_bits
 from jaxdist.errors import UserError
 from jaxdist.files.regular import open_to_append, replace_file
 from jaxdist.files.user_path import user_path
-from jaxdist.mesh import make_mesh, sizes_of
+from jaxdist.mesh import sizes_of
 from jaxdist.observe import Console, MetricsWriter, environment, redact_settings, write_environment
 from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.sinks import Sinks, make_sinks
@@ -224,7 +224,7 @@ def build(
     sampler_of: raises `UserError` where the model cannot be sampled from. Nothing is written then.
     """
     cache = stack.enter_context(CacheHits())
-    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
+    mesh = mesh_of_config(config)
     parts = assemble(config, mesh)
     outputs = make_outputs(config, folder, stack, watch)  # which reads, while the data is read
     plan = RunPlan(config, mesh, load_data(config), parts)

@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,8 @@ def job(folder: Path, rounds: int, rate: str) -> int:
     os.sched_setaffinity(0, {cores[int(os.environ["HOST_INDEX"])]})  # before jax starts its threads
     import jax
 
-    from jaxdist.build import assemble
+    from jaxdist.build import assemble, mesh_of_config
     from jaxdist.init import init_state
-    from jaxdist.mesh import make_mesh
     from jaxdist.plan.calibration.file import write_calibration
     from jaxdist.plan.calibration.measure import calibrate
     from jaxdist.plan.calibration.repeated import by_turns
@@ -98,7 +96,7 @@ def job(folder: Path, rounds: int, rate: str) -> int:
     for name in LAYOUTS:
         began = time.perf_counter()
         config = config_of(name)
-        mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
+        mesh = mesh_of_config(config)
         parts = assemble(config, mesh)
         batch = loader_of(config, load_data(config), mesh).batch(0)
         held = [init_state(parts.model, parts.optimizer, mesh, parts.options)]

@@ -14,7 +14,7 @@ from levels import others_slow
 from random_layouts import ALGORITHMS, SCHEDULES, STRATEGIES, random_config, tiny
 
 from jaxdist import collectives
-from jaxdist.build import assemble
+from jaxdist.build import assemble, planned_mesh
 from jaxdist.collectives.algorithm import get_algorithm
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
@@ -23,7 +23,7 @@ from jaxdist.mesh import abstract_mesh
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.plan.closed import forms
 from jaxdist.plan.closed.calls import collective_call
-from jaxdist.plan.closed.leaves import Known, planned_mesh
+from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
 from jaxdist.plan.closed.microbatch import one_tick, trace_microbatch
 from jaxdist.plan.closed.sent import Transfer, bytes_by_axes

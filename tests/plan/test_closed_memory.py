@@ -9,12 +9,12 @@ import jax
 import pytest
 from levels import levels, others_slow
 
-from jaxdist.build import assemble, make_model, optimizer_of, step_options
+from jaxdist.build import assemble, make_model, optimizer_of, planned_mesh, step_options
 from jaxdist.config.load import load_config
 from jaxdist.config.schema import Config
 from jaxdist.init import state_target
 from jaxdist.parallel.pipeline.stages import order_of_blocks
-from jaxdist.plan.closed.leaves import Known, planned_mesh
+from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, MARGIN, PEAK, memory_of
 from jaxdist.plan.closed.memory.unit_traces import UNIT_ROWS, UnitTraces

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from levels import levels
 
-from jaxdist.build import assemble
+from jaxdist.build import assemble, planned_mesh
 from jaxdist.cli.main import main
 from jaxdist.cli.plan import _whatever_the_mesh
 from jaxdist.cli.work.check_run import check_run
@@ -27,7 +27,7 @@ from jaxdist.observe.report.read import PLAN_FILE
 from jaxdist.observe.report.sections.plan import compared, plan_section
 from jaxdist.plan.calibration.measure import calibrate
 from jaxdist.plan.changes import changed
-from jaxdist.plan.closed.leaves import Known, planned_mesh
+from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.closed.sent import Transfer, rounds
 from jaxdist.plan.compiled.memory import batch_of

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,8 +91,7 @@ def _write(
 
 def _traced(record: "RunRecord", config: Config, *, compiled: bool) -> "RunRecord":
     """The record with what the traced step predicts, on a mesh without devices."""
-    from jaxdist.build import assemble
-    from jaxdist.mesh import abstract_mesh
+    from jaxdist.build import assemble, planned_mesh
     from jaxdist.plan.compiled.memory import batch_of
     from jaxdist.plan.remedies.table import remedies
     from jaxdist.precision.policy import enable_x64
@@ -101,7 +99,7 @@ def _traced(record: "RunRecord", config: Config, *, compiled: bool) -> "RunRecor
 
     enable_x64(config.precision.policy)
     try:
-        mesh = abstract_mesh(**asdict(config.mesh))
+        mesh = planned_mesh(config)
         parts, batch = assemble(config, mesh), batch_of(config, mesh)
         prediction = predict(config, parts, mesh, batch)
         table = None

@@ -4,20 +4,19 @@ import json
 import math
 import sys
 from argparse import Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxdist.build import assemble
+from jaxdist.build import assemble, mesh_of_config
 from jaxdist.checkpoint.reader import Stored, newest_intact_step, open_steps, step_folders
 from jaxdist.config.schema import Config
 from jaxdist.config.sections.distill import DistillConfig
 from jaxdist.config.sections.local import LocalConfig
 from jaxdist.errors import UserError
 from jaxdist.files.user_path import user_path
-from jaxdist.mesh import make_mesh
 from jaxdist.plan.traced.sharding import aligned
 from jaxdist.pretrained.saved import Saved
 from jaxdist.processes import done_by_first
@@ -59,7 +58,7 @@ def forward_plan(config: Config, *, everything: bool) -> RunPlan:
     alone = replace(config, distill=DistillConfig(), parallel=replace(config.parallel, local=LocalConfig()))
     if everything:
         alone = replace(alone, train=replace(alone.train, eval_batches=sys.maxsize))
-    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
+    mesh = mesh_of_config(config)
     return RunPlan(alone, mesh, load_data(alone), assemble(alone, mesh))
 
 

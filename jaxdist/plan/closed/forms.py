@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.build import form_of as context_form_of
-from jaxdist.build import step_options
+from jaxdist.build import planned_mesh, step_options
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config, MeshConfig
 from jaxdist.config.sections.grad_sync import GradSync
@@ -16,7 +16,7 @@ from jaxdist.model import ModelDef
 from jaxdist.parallel.pipeline.run import run_ticks
 from jaxdist.parallel.schedules.accumulate import accumulate
 from jaxdist.parallel.strategies._moves import Moves
-from jaxdist.plan.closed.leaves import Known, logits_chunk, model_key, planned_mesh
+from jaxdist.plan.closed.leaves import Known, logits_chunk, model_key
 from jaxdist.plan.closed.microbatch import Microbatch, in_a_stage, one_tick, trace_microbatch
 from jaxdist.plan.closed.shares import Share
 from jaxdist.plan.compiled.memory import batch_of

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import form_of, make_model, prefetches_on, step_options
+from jaxdist.build import form_of, make_model, planned_mesh, prefetches_on, step_options
 from jaxdist.config.schema import Config
-from jaxdist.mesh import AXES, BATCH_AXES, AnyMesh, abstract_mesh
+from jaxdist.mesh import AXES, BATCH_AXES
 from jaxdist.model import ModelDef
 from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
@@ -148,11 +148,6 @@ def placing_key(config: Config) -> tuple[Any, ...]:
 def mesh_sizes(config: Config) -> tuple[int, ...]:
     """The sizes of a configuration's mesh, in the order of `AXES`."""
     return tuple(getattr(config.mesh, axis) for axis in AXES)
-
-
-def planned_mesh(config: Config) -> AnyMesh:
-    """The mesh of a configuration, without devices."""
-    return abstract_mesh(**asdict(config.mesh))
 
 
 def parts_of_a_step(config: Config) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdist.build import assemble, step_options, with_teacher
+from jaxdist.build import assemble, planned_mesh, step_options, with_teacher
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.schema import Config
 from jaxdist.mesh import AXES
@@ -28,7 +28,7 @@ from jaxdist.parallel.schedule import EMBED
 from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.plan.closed.calls import AxisSizes, Call, collective_call
 from jaxdist.plan.closed.forms import Form, form_of_step, microbatches_of
-from jaxdist.plan.closed.leaves import Known, mesh_sizes, model_key, placing_key, planned_mesh
+from jaxdist.plan.closed.leaves import Known, mesh_sizes, model_key, placing_key
 from jaxdist.plan.closed.microbatch import BLOCKS, HEAD, Activation, Parameter
 from jaxdist.plan.closed.optimizer import sent_by_optimizer
 from jaxdist.plan.closed.sent import Transfer, merged_transfers

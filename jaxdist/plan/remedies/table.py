@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.build import Parts, assemble
+from jaxdist.build import Parts, assemble, mesh_of_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.walk import equations, names_at
-from jaxdist.mesh import make_mesh
 from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.plan.changes import Candidate, candidates, pairs
 from jaxdist.plan.closed.leaves import Known
@@ -68,7 +66,7 @@ class Table(NamedTuple):
 
 def cost_of(config: Config) -> StepCost:
     """Compile the step of a configuration for the devices that this process has."""
-    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
+    mesh = mesh_of_config(config)
     parts, batch = assemble(config, mesh), batch_of(config, mesh)
     memory = footprint_of(compile_step(parts, batch), config, parts)
     if memory is None:

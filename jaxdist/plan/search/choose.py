@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from jaxdist.build import planned_mesh
 from jaxdist.config.entries import ScheduleFacts, is_shipped
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.parallel.program import check_axes
-from jaxdist.plan.closed.leaves import Known, planned_mesh
+from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.ledger import sends_of
 from jaxdist.plan.closed.memory.at_rest import at_rest
 from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from jaxdist.build import assemble
+from jaxdist.build import assemble, mesh_of_config
 from jaxdist.errors import UserError
-from jaxdist.mesh import make_mesh
 from jaxdist.plan.closed.memory.peak import PEAK
 from jaxdist.plan.compiled import ahead_of_time, hardware
 from jaxdist.plan.compiled.memory import Footprint, batch_of, compile_step, footprint_of
@@ -103,6 +101,6 @@ def _compiler(cluster: PlanCluster, notes: list[str]) -> Callable[[Predicted], F
 
 
 def _on_these_devices(each: Predicted) -> Footprint | None:
-    mesh: Any = make_mesh(**asdict(each.config.mesh), devices=jax.devices())
+    mesh = mesh_of_config(each.config)
     parts = assemble(each.config, mesh)
     return footprint_of(compile_step(parts, batch_of(each.config, mesh)), each.config, parts)

@@ -3,17 +3,16 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxdist.build import Parts, assemble
+from jaxdist.build import Parts, assemble, mesh_of_config
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.init import init_state
 from jaxdist.jaxpr.evaluate import without_dead_code
-from jaxdist.mesh import make_mesh
 from jaxdist.plan.auto_remat import start_fitting
 from jaxdist.plan.compiled.hardware import peak_flops
 from jaxdist.plan.compiled.memory import footprint_of
@@ -78,7 +77,7 @@ def check_variants(configs: Sequence[Config]) -> None:
 def time_step(name: str, config: Config, steps: int) -> Timing:
     """The timing of a configuration. All processes of a job must call it. Raises `UserError` as a run would."""
     config = start_fitting(config)
-    mesh = make_mesh(**asdict(config.mesh), devices=jax.devices())
+    mesh = mesh_of_config(config)
     parts, source = assemble(config, mesh), load_data(config)
     loader = loader_of(config, source, mesh)
     batch = loader.batch(0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.build import optimizer_of, step_options
+from jaxdist.build import optimizer_of, planned_mesh, step_options
 from jaxdist.config.schema import Config
 from jaxdist.init import residual_target
 from jaxdist.mesh import AnyMesh, abstract_mesh
@@ -17,7 +17,7 @@ from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.stages import order_of_blocks
-from jaxdist.plan.closed.leaves import Known, Leaf, model_key, placing_key, planned_mesh
+from jaxdist.plan.closed.leaves import Known, Leaf, model_key, placing_key
 from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.traced.liveness import peak_bytes
 from jaxdist.precision.loss_scale import fresh_guard

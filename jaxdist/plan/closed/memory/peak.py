@@ -9,10 +9,11 @@ What has no closed form is traced whole: a loss without blocks, distillation, an
 
 import math
 
+from jaxdist.build import planned_mesh
 from jaxdist.config.entries import ModelFacts, ScheduleFacts
 from jaxdist.config.schema import Config
 from jaxdist.parallel.pipeline.table import allocate_slots, table_of
-from jaxdist.plan.closed.leaves import Known, mesh_sizes, parts_of_a_step, planned_mesh, rows_of
+from jaxdist.plan.closed.leaves import Known, mesh_sizes, parts_of_a_step, rows_of
 from jaxdist.plan.closed.memory.at_rest import AtRest, at_rest
 from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.compiled.memory import batch_of, resident_bytes
