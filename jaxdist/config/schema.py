@@ -150,6 +150,11 @@ class MeshConfig:
         return self.fsdp * self.expert * self.context
 
     @property
+    def batch_shards(self) -> int:
+        """The parts into which a batch is split: the product of `mesh.BATCH_AXES`, with its sizes known."""
+        return self.data * self.fsdp * self.expert
+
+    @property
     def devices(self) -> int:
         """The devices of the mesh, with its sizes known."""
         return math.prod(vars(self).values())

@@ -1,6 +1,5 @@
 """The parameters of a configuration as its devices hold them, leaf by leaf, without a trace of the step."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.build import form_of, make_model, planned_mesh, prefetches_on, step_options
 from jaxdist.config.schema import Config
-from jaxdist.mesh import AXES, BATCH_AXES
+from jaxdist.mesh import AXES
 from jaxdist.model import ModelDef
 from jaxdist.nn.loss import loss_chunk
 from jaxdist.parallel.compose import get_strategy
@@ -155,13 +154,12 @@ def parts_of_a_step(config: Config) -> int:
     parallel = config.parallel
     if not parallel.grad_sync.deterministic:
         return parallel.microbatches
-    return parallel.grad_sync.virtual_shards // math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
+    return parallel.grad_sync.virtual_shards // config.mesh.batch_shards
 
 
 def rows_of(config: Config) -> float:
     """Sequences of a microbatch on a device."""
-    shards = math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
-    return config.data.global_batch / (shards * parts_of_a_step(config))
+    return config.data.global_batch / (config.mesh.batch_shards * parts_of_a_step(config))
 
 
 def logits_chunk(config: Config, rows: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ What has no closed form is traced whole: see `_sends`.
 import importlib
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ import numpy as np
 from jaxdist.build import assemble, planned_mesh, step_options, with_teacher
 from jaxdist.config.entries import ScheduleFacts, StrategyFacts
 from jaxdist.config.schema import Config
-from jaxdist.mesh import AXES
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
 from jaxdist.parallel.pipeline.table import SCHEDULES, table_of
@@ -28,7 +28,7 @@ from jaxdist.parallel.schedule import EMBED
 from jaxdist.parallel.strategies._moves import Moves
 from jaxdist.plan.closed.calls import AxisSizes, Call, collective_call
 from jaxdist.plan.closed.forms import Form, form_of_step, microbatches_of
-from jaxdist.plan.closed.leaves import Known, mesh_sizes, model_key, placing_key
+from jaxdist.plan.closed.leaves import Known, model_key, parts_of_a_step, placing_key, rows_of
 from jaxdist.plan.closed.microbatch import BLOCKS, HEAD, Activation, Parameter
 from jaxdist.plan.closed.optimizer import sent_by_optimizer
 from jaxdist.plan.closed.sent import Transfer, merged_transfers
@@ -95,9 +95,7 @@ def sends_of(config: Config, known: Known) -> list[Transfer]:
     entry = known.get(("closed", *key, parallel.local.on), lambda: _entry(config, known))
     if entry is None or parallel.batch_split > 1:  # each half sums the gradients of its norms over `tensor`
         return _traced(config)
-    sync, shards = parallel.grad_sync, mesh.data * mesh.fsdp * mesh.expert
-    microbatches = sync.virtual_shards // shards if sync.deterministic else parallel.microbatches
-    samples = config.data.global_batch // (shards * microbatches)
+    sync, microbatches, samples = parallel.grad_sync, parts_of_a_step(config), int(rows_of(config))
     form = form_of_step(config, known, entry.model.layers, entry.facts, samples)
     once_key = ("once", id(entry), sync, form.prefetch, config.optimizer.name, microbatches == 1)
     once = known.get(once_key, lambda: _once(config, known, entry, microbatches))
@@ -130,7 +128,7 @@ def _sends(folder: str, name: str) -> Any:
 
 def _once(config: Config, known: Known, entry: EntrySends, microbatches: int) -> list[Transfer]:
     mesh = planned_mesh(config)
-    options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
+    options, sizes = step_options(config, mesh), asdict(config.mesh)
     in_backward = microbatches == 1 and entry.facts.one_backward_pass
     found = once_a_step(entry.shares, sizes, options, entry.moves(options), in_backward=in_backward)
     return merged_transfers([*found, *sent_by_optimizer(config, known, sizes)])
@@ -165,7 +163,7 @@ def _each(
 ) -> tuple[list[Each], float]:
     """(what the units of a stage send each time that they run, bytes of a sample between two stages)."""
     mesh, h = planned_mesh(config), 0.0
-    options, sizes = step_options(config, mesh), dict(zip(AXES, mesh_sizes(config), strict=True))
+    options, sizes = step_options(config, mesh), asdict(config.mesh)
     moves, found = entry.moves(options), dict[tuple[Any, ...], np.ndarray]()
     shares = {share.name: share for share in entry.shares}
 

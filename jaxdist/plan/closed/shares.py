@@ -1,15 +1,15 @@
 """The parameters of a configuration as a step sends them."""
 
 import math
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxdist.config.schema import Config
-from jaxdist.mesh import AXES
 from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
-from jaxdist.plan.closed.leaves import Known, mesh_sizes
+from jaxdist.plan.closed.leaves import Known
 from jaxdist.precision.policy import precision_of
 from jaxdist.specs import STACKED, claimed_axes, dim_of, shard_of, spec_axes
 
@@ -47,7 +47,7 @@ def shares_of(config: Config, known: Known) -> tuple[Share, ...]:
     leaves = known.leaves(config)
 
     def make() -> tuple[Share, ...]:
-        model, sizes = known.model(config), dict(zip(AXES, mesh_sizes(config), strict=True))
+        model, sizes = known.model(config), asdict(config.mesh)
         precision, frozen = precision_of(config.precision), config.optimizer.frozen
         received = jax.eval_shape(lambda params: as_received(params, precision), model.shapes)
         fits = fitting(model.shapes, frozen, key="optimizer.freeze")

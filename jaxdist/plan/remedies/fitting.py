@@ -14,7 +14,6 @@ from jaxdist.config.checks import check_config
 from jaxdist.config.entries import ScheduleFacts
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.mesh import BATCH_AXES
 from jaxdist.plan.calibration.file import REMATS
 from jaxdist.plan.changes import changed, typed
 from jaxdist.plan.closed.leaves import Known
@@ -77,7 +76,7 @@ def smaller_microbatches(config: Config, room: float) -> tuple[tuple[str, ...], 
         return None
     known, parts = Known(), config.parallel.microbatches
     most = _less(room, memory_of(config, known)[PEAK])
-    rows = config.data.global_batch // math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
+    rows = config.data.global_batch // config.mesh.batch_shards
     pipeline = not ScheduleFacts.of(config.parallel.schedule).one_stage
     counts = [parts, *(count for count in microbatch_counts(rows, pipeline=pipeline) if count > parts)]
     for count, remat in itertools.product(counts, REMATS):
