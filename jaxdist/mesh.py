@@ -7,7 +7,7 @@ strategy (ZeRO splits parameters over the two latter, too), `pipe` to the schedu
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 import jax
@@ -72,7 +72,7 @@ def make_mesh(
         sizes[free[0]] = len(pool) // known
     total = math.prod(sizes.values())
     if total > len(pool):
-        shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        shape = sizes_text(sizes, none="")
         more = ", or set jax_num_cpu_devices" if any(each.platform == "cpu" for each in pool) else ""
         raise UserError(f"mesh: {shape} needs {total} devices, there are {len(pool)}; make it smaller{more}")
     if missing := {device.process_index for device in pool} - {device.process_index for device in pool[:total]}:
@@ -172,9 +172,9 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     return {str(axis): int(size) for axis, size in mesh.shape.items()}
 
 
-def sizes_text(mesh: AnyMesh) -> str:
-    """The axes that are on, for a message: "data=2 fsdp=4"; "one device" if none is."""
-    return " ".join(f"{axis}={size}" for axis, size in sizes_of(mesh).items() if size > 1) or "one device"
+def sizes_text(sizes: Mapping[str, int], none: str = "one device") -> str:
+    """The axes that are on, for a message: "data=2 fsdp=4"; `none` if none is. sizes: such as the shape of a mesh."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or none
 
 
 def batch_shards(mesh: AnyMesh) -> int:

@@ -51,7 +51,7 @@ class TrainState(NamedTuple):
             size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in near)
             parts.append(f"{format_bytes(size)} a device")
         if isinstance(getattr(self.step, "sharding", None), NamedSharding):
-            parts.append(f"mesh: {sizes_text(self.step.sharding.mesh)}")
+            parts.append(f"mesh: {sizes_text(self.step.sharding.mesh.shape)}")
         return f"TrainState({', '.join(parts)})"
 
 

@@ -53,7 +53,7 @@ class TrainStep:
         named = [name for name, policy in POLICIES.items() if policy == options.precision]
         parts = (
             f"strategy={options.strategy!r}",
-            f"mesh: {sizes_text(self._mesh)}",
+            f"mesh: {sizes_text(self._mesh.shape)}",
             f"schedule={options.schedule!r}",
             f"microbatches={options.microbatches}",
             f"precision={named[0]!r}" if named else str(options.precision),

@@ -141,7 +141,7 @@ def describe(run: TrainingRun) -> dict[str, str]:
         "data": f"{info['name']}: {with_commas(info['train'])} {info['unit']} to train on in {info['files']} files, "
         f"{with_commas(info['held_out'])} held out in {info['held_out_files']} files, sha256 {info['sha256'][:16]}"
         + "".join(f"\n{line}" for line in info.get("lines", ())),
-        "mesh": f"{sizes_text(mesh)} ({mesh.size} {kind} {plural('device', mesh.size)}, "
+        "mesh": f"{sizes_text(mesh.shape)} ({mesh.size} {kind} {plural('device', mesh.size)}, "
         f"{jax.process_count()} {plural('process', jax.process_count())}{f', {idle} more idle' if idle else ''})",
         "parallel": f"{parallel.strategy}, {schedule}, {microbatches} {plural('microbatch', microbatches)}, "
         f"{describe_sync(parallel.grad_sync)} reductions, {config.precision.policy}"

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxdist.build import Parts, assemble
 from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
-from jaxdist.mesh import count_hosts, make_mesh
+from jaxdist.mesh import count_hosts, make_mesh, sizes_text
 from jaxdist.plan.compiled.hardware import Gpu, peak_flops
 from jaxdist.plan.compiled.hlo import Compiled, compiled_collectives
 from jaxdist.plan.compiled.memory import Footprint, batch_of, footprint_of
@@ -180,7 +180,7 @@ def mesh_of(config: Config, text: str, *, hosts: int | None, gpus_per_host: int)
         gpus_per_host = min(gpus_per_host, needed)
         hosts = -(-needed // gpus_per_host)
     if hosts * gpus_per_host != needed:
-        shape = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "of one device"
+        shape = sizes_text(sizes, none="of one device")
         raise UserError(
             f"mesh: {shape} takes {needed} GPUs; --hosts {hosts} --gpus-per-host {gpus_per_host} are"
             f" {hosts * gpus_per_host}; change the one or the other"

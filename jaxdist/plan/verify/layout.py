@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.jaxpr.evaluate import without_dead_code
-from jaxdist.mesh import AnyMesh
+from jaxdist.mesh import AnyMesh, sizes_text
 from jaxdist.parallel.options import StepOptions
 from jaxdist.plan.verify.follow import close, quick
 from jaxdist.plan.verify.subject import narrowing
@@ -115,9 +115,8 @@ def figures_apart(got: Training, want: Training, tol: float, sizes: Mapping[str,
 
 def layout_text(mesh: AnyMesh, options: StepOptions) -> str:
     """The layout in words."""
-    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     strategy = options.strategy if isinstance(options.strategy, str) else getattr(options.strategy, "__name__", "")
-    return f"{sizes}, {strategy}, {options.microbatches} microbatches"
+    return f"{sizes_text(mesh.shape)}, {strategy}, {options.microbatches} microbatches"
 
 
 def _apart(

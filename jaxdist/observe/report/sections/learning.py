@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdist.mesh import sizes_text
 from jaxdist.observe.metrics import curve, smooth
 from jaxdist.observe.report.account import Account
 from jaxdist.observe.report.charts import Axis, Chart, Figure, Line, range_of
@@ -73,7 +74,7 @@ def headline(record: RunRecord, losses: Losses, account: Account | None) -> str:
     seconds = wall_seconds(record, account)
     said += f" in {seconds_text(seconds)}" if math.isfinite(seconds) else ""
     strategy = settings.get("parallel", {}).get("strategy")
-    axes = " ".join(f"{axis}={size}" for axis, size in record.mesh.items() if size > 1)
+    axes = sizes_text(record.mesh, none="")
     layout = " over ".join(str(part) for part in (strategy, axes) if part)
     return f"{said} on {devices_of(record)}" + (f", {layout}." if layout else ".")
 
