@@ -10,6 +10,7 @@ Some equations hold jaxprs of their own: the body of a `scan` or `while`, the br
 All functions take a closed jaxpr (as from `jax.make_jaxpr`) or an open one.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,6 +43,16 @@ def equations(jaxpr: Any) -> list[Any]:
 def inner_jaxprs(equation: Any) -> list[Any]:
     """The jaxprs that an equation holds: of a scan its body, of a cond its branches, of a call the function."""
     return list(jaxprs_in_params(equation.params))
+
+
+def nbytes_of(aval: Any) -> int:
+    """Bytes of an array by its type."""
+    return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 0))
+
+
+def operand_bytes(equation: Any) -> int:
+    """Bytes of the operands of an equation."""
+    return sum(nbytes_of(atom.aval) for atom in equation.invars)
 
 
 class Site(NamedTuple):

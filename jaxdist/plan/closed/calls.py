@@ -18,6 +18,7 @@ from jaxdist.collectives.group import Group
 from jaxdist.collectives.varying import to_varying
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, outermost, reached
+from jaxdist.jaxpr.walk import operand_bytes
 from jaxdist.mesh import abstract_mesh
 from jaxdist.plan.closed.sent import Transfer
 from jaxdist.plan.traced.ledger import wire_bytes
@@ -78,5 +79,5 @@ def _over_stages(operation: str, elements: int, dtype: Any, n: int, how: Mapping
         senders = [source for source, _ in each.equation.params["perm"]]
         times = np.where(np.isin(np.arange(n), senders), each.scope.calls, 0)
         messages += times
-        sent += times * sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in each.equation.invars)
+        sent += times * operand_bytes(each.equation)
     return Call("ppermute", int(messages.max()), float(sent.max() / max(1, messages.max())), tuple(sent.tolist()))

@@ -20,6 +20,7 @@ from jaxdist.collectives import to_varying
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import Reached, outermost, reached
 from jaxdist.jaxpr.evaluate import without_dead_code
+from jaxdist.jaxpr.walk import nbytes_of, operand_bytes
 from jaxdist.mesh import BATCH_LIKE, AnyMesh, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.blocks.layers import at
@@ -180,7 +181,7 @@ def trace_microbatch(
         * (1 if (shard := shard_of(spec)) is None else shard.parts(mesh))
         for name, spec, leaf in named_leaves(specs, model.shapes)
     }
-    h = sum(math.prod(each.shape) * each.dtype.itemsize for each in between[:1]) / rows
+    h = sum(map(nbytes_of, between[:1])) / rows
     return Microbatch(*_read(jaxpr, mesh, whole, rows=rows), h)
 
 
@@ -205,7 +206,7 @@ def _read(
     parameters, activations = dict[Any, Parameter](), dict[Any, Activation]()
 
     def size(each: Reached) -> float:
-        return float(sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in each.equation.invars))
+        return float(operand_bytes(each.equation))
 
     for each in reached(jaxpr, outermost(jaxpr, mesh.shape), lambda equation: bool(moving_axes(equation)), size):
         calls, op, axes = (

@@ -6,14 +6,13 @@ what it computes again (see `jaxdist.plan.traced.liveness`). In a pipeline, forw
 microbatches alternate: a stage holds what its loop over ticks carries, in as many slots as its table needs.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxdist.jaxpr.source import source_of
-from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, opened, primitives, scan_of
+from jaxdist.jaxpr.walk import inner_jaxprs, interpret, names_at, nbytes_of, opened, primitives, scan_of
 from jaxdist.parallel.pipeline.relay import CROSSING, KEPT, LATE, RECEIVED
 from jaxdist.plan.traced.origin import phase_of, scope_of
 from jaxdist.plan.traced.program import traced_program
@@ -148,9 +147,8 @@ class _Reader:
             what = f"carry of a loop in {scope}"
         elif value.carried:
             what = self.copies if kind == COPIES else self.carry
-        nbytes = math.prod(aval.shape) * aval.dtype.itemsize
         source = source_of(value.equation) if value.equation else "unknown"
-        return SavedArray(kind, what, tuple(aval.shape), str(aval.dtype), nbytes, source)
+        return SavedArray(kind, what, tuple(aval.shape), str(aval.dtype), nbytes_of(aval), source)
 
     def equation(self, equation: Any, given: list[_Value], stack: str) -> list[_Value]:
         """The origins of an equation's results."""

@@ -19,7 +19,7 @@ from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import moving_axes
 from jaxdist.jaxpr.branches import AXIS, Reached, outermost, reached
 from jaxdist.jaxpr.source import source_of
-from jaxdist.jaxpr.walk import every_equation
+from jaxdist.jaxpr.walk import every_equation, operand_bytes
 from jaxdist.mesh import AnyMesh, host_of
 from jaxdist.optim.muon import OPTIMIZER
 from jaxdist.parallel.pipeline.relay import TO_BEFORE, TO_NEXT
@@ -275,7 +275,7 @@ def _collective(each: Reached, *, mesh: AnyMesh, hosts: np.ndarray, parameters: 
     axes, op = moving_axes(equation), OP_OF_PRIMITIVE[equation.primitive.name]
     groups = equation.params.get("axis_index_groups")
     n = len(groups[0]) if groups else math.prod(mesh.shape[axis] for axis in axes)
-    nbytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
+    nbytes = operand_bytes(equation)
     phase, purpose = meaning_of(op, each.names, parameters)
     stages, used = scope.calls, _USED.search(each.names)
     if axes == (AXIS,) and op == "ppermute":  # a stage that is in no pair sends to nobody

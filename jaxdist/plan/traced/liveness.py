@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.jaxpr.axes import moving_axes
-from jaxdist.jaxpr.walk import inner_jaxprs, interpret, opened, primitives, scan_of
+from jaxdist.jaxpr.walk import inner_jaxprs, interpret, nbytes_of, opened, primitives, scan_of
 from jaxdist.plan.traced.program import traced_program
 from jaxdist.specs import PyTree, bytes_per_device
 from jaxdist.state import TrainState
@@ -115,11 +115,6 @@ def peaks_of_sizes(jaxpr: Any, given: Sequence[BytesOfSizes], measures: Sequence
 
 def _on_host(atom: Any) -> bool:
     return bool(atom.aval.memory_space == jax.memory.Space.Host)
-
-
-def nbytes_of(aval: Any) -> float:
-    """Bytes of an array by its type."""
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
 
 
 class _Body:

@@ -23,7 +23,7 @@ from jaxdist.collectives.group import Pairs
 from jaxdist.collectives.varying import to_varying
 from jaxdist.errors import UserError
 from jaxdist.jaxpr.axes import moving_axes
-from jaxdist.jaxpr.walk import Scan, every_equation, inner_jaxprs, interpret, opened, scan_of
+from jaxdist.jaxpr.walk import Scan, every_equation, inner_jaxprs, interpret, nbytes_of, opened, scan_of
 
 LARGE_PART = 4  # exchanges between pairs count from one fourth of the bytes on
 
@@ -183,8 +183,7 @@ class _Reader:
         if time == len(self.rounds):
             self.rounds.append([])
             self.used.append(Counter())
-        nbytes = math.prod(aval.shape) * aval.dtype.itemsize
-        self.rounds[time] += [Message(source, target, nbytes, self.calls) for source, target in pairs]
+        self.rounds[time] += [Message(source, target, nbytes_of(aval), self.calls) for source, target in pairs]
         self.used[time] += ends
         self.calls += 1
         return time + 1
