@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxdist.jaxpr.axes import SILENT, named_axes
-from jaxdist.jaxpr.evaluate import CALLS
+from jaxdist.jaxpr.evaluate import CALLS, apply
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, names_at, opened, scan_of
 
 AXIS = "pipe"  # devices with the same coordinate on this axis take the same branches
@@ -186,11 +186,7 @@ def _small(x: Any) -> bool:
 
 def _compute(equation: Any, values: list[Value]) -> list[Value]:
     """The results of an equation in every context."""
-
-    def run(*operands: Any) -> list[Any]:
-        found = equation.primitive.bind(*operands, **equation.params)
-        return list(found) if equation.primitive.multiple_results else [found]
-
+    run = lambda *operands: apply(equation, operands)  # noqa: E731
     differs = any(value.differs for value in values)
     axes = [0 if value.differs else None for value in values]
     with jax.ensure_compile_time_eval():
