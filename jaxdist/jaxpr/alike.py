@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxdist.jaxpr.evaluate import apply
-from jaxdist.jaxpr.walk import every_equation
+from jaxdist.jaxpr.walk import every_equation, interpret
 from jaxdist.specs import PyTree
 
 _THREEFRY = str(jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype)
@@ -99,22 +98,17 @@ def _together(jaxpr: Any, shapes: Any, args: Sequence[Any]) -> tuple[PyTree, PyT
 
 def _results(jaxpr: Any, args: Sequence[_Value]) -> list[_Value]:
     """The results of a program, of which only numbers are computed yet."""
-    found: dict[Any, _Value] = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    found |= {var: _Array(const) for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)}
 
-    def value(atom: Any) -> _Value:
-        return _Array(np.asarray(atom.val)) if isinstance(atom, Literal) else found[atom]
-
-    for equation in jaxpr.jaxpr.eqns:
-        operands = tuple(map(value, equation.invars))
+    def rule(equation: Any, given: list[_Value]) -> list[_Value]:
+        operands = tuple(given)  # one object for all results, which `_run` knows them by
         numbers = [each.array for each in operands if isinstance(each, _Array) and each.is_number]
         if operands and len(numbers) == len(operands) and all(_is_small(out.aval) for out in equation.outvars):
             with jax.ensure_compile_time_eval():
-                results: list[_Value] = [_Array(np.asarray(each)) for each in apply(equation, numbers)]
-        else:
-            results = [_Result(equation, i, operands) for i in range(len(equation.outvars))]
-        found |= dict(zip(equation.outvars, results, strict=True))
-    return [value(atom) for atom in jaxpr.jaxpr.outvars]
+                return [_Array(np.asarray(each)) for each in apply(equation, numbers)]
+        return [_Result(equation, i, operands) for i in range(len(equation.outvars))]
+
+    constants = [_Array(each) for each in jaxpr.consts]
+    return interpret(jaxpr, constants, args, rule, lambda literal: _Array(np.asarray(literal.val)))
 
 
 def _is_small(aval: Any) -> bool:
