@@ -1,5 +1,6 @@
 """The names of roots: which cause an operation is that makes a loss unsound, and its line."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxdist.jaxpr.randomness import DRAWS
@@ -138,29 +139,32 @@ class _Namer:
 
     def _line_of_pairs(self, operation: Any) -> str | None:
         """The line where rows met other rows."""
-        seen, todo = set[int](), list(operation.reads)
-        while todo:
-            number = todo.pop(0)
-            if number in seen or number not in self.follower.maker or self.values.kinds[number] is not Kind.PAIRS:
-                continue
-            seen.add(number)
-            maker = self.program.operations[self.follower.maker[number]]
+
+        def meet(number: int, maker: Any) -> bool:
             kinds = [self.values.kinds[read] for read in maker.reads]
-            if Kind.PAIRS not in kinds and Kind.ROWS in kinds and self.origins[number] & self.rowwise:
-                return str(maker.line)
-            todo += maker.reads
-        return None
+            return Kind.PAIRS not in kinds and Kind.ROWS in kinds and bool(self.origins[number] & self.rowwise)
+
+        return self._line_before(operation, Kind.PAIRS, meet)
 
     def _line_of_statistic(self, operation: Any) -> str | None:
         """The line where the rows were reduced: that of the operation, or of those before it that lost them."""
+
+        def reduced(number: int, maker: Any) -> bool:
+            return maker.line != "unknown" and any(self.values.kinds[read] is Kind.ROWS for read in maker.reads)
+
+        return self._line_before(operation, Kind.SUM, reduced)
+
+    def _line_before(self, operation: Any, kind: Kind, found: Callable[[int, Any], bool]) -> str | None:
+        """The line of the nearest operation before another that made a value as is looked for, by way of values of a
+        kind. found: (value, the operation that made it)."""
         seen, todo = set[int](), list(operation.reads)
         while todo:
             number = todo.pop(0)
-            if number in seen or number not in self.follower.maker or self.values.kinds[number] is not Kind.SUM:
+            if number in seen or number not in self.follower.maker or self.values.kinds[number] is not kind:
                 continue
             seen.add(number)
             maker = self.program.operations[self.follower.maker[number]]
-            if any(self.values.kinds[read] is Kind.ROWS for read in maker.reads) and maker.line != "unknown":
+            if found(number, maker):
                 return str(maker.line)
             todo += maker.reads
         return None

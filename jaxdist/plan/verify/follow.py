@@ -6,7 +6,7 @@ those that make unsound values of sound ones, and whose values reach the result 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -235,6 +235,14 @@ class Follower:
             return root.operation
         return min(self.readers.get(root.value, [len(self.program.operations) - 1]))
 
+    def _reads_of(self, number: int) -> Sequence[int]:
+        """The values that a value is computed from by one operation."""
+        return self.program.operations[self.maker[number]].reads if number in self.maker else ()
+
+    def _made_from(self, number: int) -> list[int]:
+        """The values that one operation computes from a value."""
+        return [made for place in self.readers.get(number, []) for made in self.program.operations[place].writes]
+
     def _is_real(self, root: Root, roots: list[Root], output: int, values: Values, patches: dict[int, Any]) -> bool:
         """Whether a root alone makes the result unsound, the others being mended."""
         after = self._after(root.value, self._behind(values, output))
@@ -249,36 +257,21 @@ class Follower:
 
     def _behind(self, values: Values, output: int) -> set[int]:
         """The unsound values that reach a result through unsound ones."""
-        seen, todo = set[int](), [output] if values.kinds[output] is not Kind.ROWS else []
-        while todo:
-            number = todo.pop()
-            if number in seen or (values.kinds[number] is not Kind.UNSOUND and number != output):
-                continue
-            seen.add(number)
-            if number in self.maker:
-                todo += self.program.operations[self.maker[number]].reads
-        return seen
+        start = [output] if values.kinds[output] is not Kind.ROWS else []
+        return _reached(start, self._reads_of, lambda number: number == output or values.kinds[number] is Kind.UNSOUND)
 
     def _after(self, start: int, inside: set[int]) -> set[int]:
         """The values of a set that are computed from one of them, with it."""
-        seen, todo = set[int](), [start]
-        while todo:
-            number = todo.pop()
-            if number not in seen and number in inside:
-                seen.add(number)
-                for place in self.readers.get(number, []):
-                    todo += self.program.operations[place].writes
-        return seen
+        return _reached([start], self._made_from, inside.__contains__)
 
     def _roots(self, values: Values, output: int) -> list[Root]:
         behind = self._behind(values, output)
         found = []
         for number in sorted(behind):
-            place = self.maker.get(number)
-            reads = () if place is None else self.program.operations[place].reads
+            reads = self._reads_of(number)
             if values.kinds[number] is Kind.UNSOUND and not any(values.kinds[r] is Kind.UNSOUND for r in reads):
                 in_rows = any(values.scaled[after] for after in self._after(number, behind))
-                found.append(Root(number, place, in_rows))
+                found.append(Root(number, self.maker.get(number), in_rows))
         return sorted(found, key=lambda root: min(self.readers.get(root.value, [0])))
 
     def _sound(self, root: Root, output: int, values: Values) -> dict[int, list[Any]]:
@@ -292,25 +285,28 @@ class Follower:
             if number in seen or number not in leading or number == output:
                 continue
             seen.add(number)
-            like = self.program.operations[self.maker[number]].reads if number in self.maker else ()
-            mended = [values.in_part(number, place, like) for place in range(len(self.rows))]
+            mended = [values.in_part(number, place, self._reads_of(number)) for place in range(len(self.rows))]
             if all(each is not None for each in mended):
                 found[number] = mended
                 if values.scaled[number]:
                     continue
-            for place in self.readers.get(number, []):
-                todo += self.program.operations[place].writes
+            todo += self._made_from(number)
         return found
 
     def _before(self, numbers: set[int], inside: set[int]) -> set[int]:
         """The values of a set that one of the numbers is computed from, with it."""
-        seen, todo = set[int](), list(numbers)
-        while todo:
-            number = todo.pop()
-            if number not in seen and number in inside:
-                seen.add(number)
-                todo += self.program.operations[self.maker[number]].reads if number in self.maker else ()
-        return seen
+        return _reached(numbers, self._reads_of, inside.__contains__)
+
+
+def _reached(start: Iterable[int], further: Callable[[int], Iterable[int]], keep: Callable[[int], bool]) -> set[int]:
+    """The numbers of a graph that are kept, and reached from the first ones by way of such."""
+    seen, todo = set[int](), list(start)
+    while todo:
+        number = todo.pop()
+        if number not in seen and keep(number):
+            seen.add(number)
+            todo += further(number)
+    return seen
 
 
 def quick() -> dict[str, Any]:
