@@ -11,6 +11,7 @@ from jaxdist.optim import leave_out
 from jaxdist.plan.verify.causes import BODIES, faults_of_roots
 from jaxdist.plan.verify.findings import Fault
 from jaxdist.plan.verify.follow import Follower, Kind, close, quick
+from jaxdist.plan.verify.layout import largest_number
 from jaxdist.plan.verify.program import PARTS_AXIS, ProgramsDiffer, pair_up
 from jaxdist.plan.verify.subject import Subject
 from jaxdist.plan.verify.trace import holds_constant, of_fewer_rows
@@ -149,7 +150,7 @@ class Adder:
 
     def _apart(self, whole: _Totals, parts: list[_Totals]) -> list[str]:
         """The names of what does not add up."""
-        largest = np.asarray(max((float(np.abs(leaf).max(initial=0)) for leaf in whole.grads.values()), default=0.0))
+        largest = np.asarray(largest_number(whole.grads))
         found = []
         for name in ("total", "weight"):
             own = [getattr(part, name) for part in parts]

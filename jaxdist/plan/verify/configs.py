@@ -1,6 +1,5 @@
 """`verify` of what a configuration trains, in float64."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,24 +8,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdist.build import Parts, assemble
+from jaxdist.build import assemble
 from jaxdist.config.schema import Config, MemoryConfig, MeshConfig, ParallelConfig
 from jaxdist.config.sections.precision import PrecisionConfig
 from jaxdist.errors import UserError
 from jaxdist.mesh import AnyMesh, make_mesh
-from jaxdist.model import ModelDef, rules_of
-from jaxdist.optim import only_trained
-from jaxdist.parallel.pipeline.stages import arrange_rows, rows_of_blocks
+from jaxdist.model import ModelDef
 from jaxdist.plan.compiled.memory import batch_of
 from jaxdist.plan.verify.check import verify_training
 from jaxdist.plan.verify.findings import Verification
-from jaxdist.plan.verify.layout import Training, layout_text, train_steps
-from jaxdist.plan.verify.models import blocks_in_order, verdict
-from jaxdist.plan.verify.subject import in_float64, moved
+from jaxdist.plan.verify.layout import layout_text
+from jaxdist.plan.verify.models import training_of, verdict
+from jaxdist.plan.verify.subject import moved
 from jaxdist.precision.policy import make_precision
-from jaxdist.specs import STACKED, PyTree
-from jaxdist.state import place_params
-from jaxdist.step import make_train_step
+from jaxdist.specs import PyTree
 
 
 def without_rounding(config: Config) -> tuple[Config, str]:
@@ -93,21 +88,13 @@ def verify_config(config: Config, mesh: Mesh, batches: Sequence[PyTree], seen: C
         options = replace(parts.options, precision=make_precision("fp32"))
         return verify_training(parts.model, None, batches[0], mesh, options=options)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        alone_mesh = make_mesh(devices=[mesh.devices.flat[0]])
-        alone = assemble(on_one_device(wide), alone_mesh)
+        one = make_mesh(devices=[mesh.devices.flat[0]])
+        alone = assemble(on_one_device(wide), one)
         assert isinstance(alone.model, ModelDef)
         params = jax.device_get(jax.jit(alone.model.init)(jax.random.key(config.train.seed)))
         params = jax.device_get(moved(params))
         seen("one device")
-        want = _run(alone, alone_mesh, params, batches)
+        want = training_of(alone.model, alone.optimizer, one, alone.options, params, batches, alone.order)
         seen(layout_text(mesh, parts.options))
-        got = _run(parts, mesh, {**params, STACKED: arrange_rows(params[STACKED], parts.order)}, batches)
+        got = training_of(parts.model, parts.optimizer, mesh, parts.options, params, batches, parts.order)
     return verdict(got, want, mesh, parts.options, left_out)
-
-
-def _run(parts: Parts, mesh: Mesh, params: PyTree, batches: Sequence[PyTree]) -> Training:
-    tx = only_trained(parts.optimizer, parts.options.freeze, rules_of(parts.model))
-    state = place_params(params, tx, parts.target)
-    step = make_train_step(parts.model, parts.optimizer, mesh, replace(parts.options, return_grads=True))
-    batches = [in_float64(batch) for batch in batches]
-    return train_steps(step, state, batches, functools.partial(blocks_in_order, rows_of_blocks(parts.order)))

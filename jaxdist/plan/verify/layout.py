@@ -91,15 +91,15 @@ def _of_rounding(got: Training, want: Training, tol: float) -> dict[str, np.ndar
     """
     noise: dict[str, np.ndarray] = {}
     for grads, wanted in zip(got.grads, want.grads, strict=True):
-        ours, floor = leaves_by_name(grads), 1e-3 * tol * _largest_number(wanted)  # what `_apart` takes for the same
+        ours, floor = leaves_by_name(grads), 1e-3 * tol * largest_number(wanted)  # what `_apart` takes for the same
         for name, leaf in leaves_by_name(wanted).items():
             size = np.maximum(np.abs(leaf), np.abs(ours[name]))
             noise[name] = noise.get(name, np.zeros(size.shape, bool)) | ((size > 0) & (size <= floor))
     return noise
 
 
-def _largest_number(tree: PyTree) -> float:
-    """The largest number of a tree, without its sign."""
+def largest_number(tree: PyTree) -> float:
+    """The largest number of a tree of NumPy arrays, without its sign."""
     return max((float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(tree)), default=0.0)
 
 
@@ -132,7 +132,7 @@ def _apart(
     left_out: {name: the places of a leaf that are not compared}.
     """
     ours, theirs = leaves_by_name(got), leaves_by_name(want)
-    largest = _largest_number(want)
+    largest = largest_number(want)
     far = []
     for name, b in theirs.items():
         a = ours[name]

@@ -46,9 +46,10 @@ def verify_model(
         params = jax.tree.map(lambda leaf, like: np.asarray(leaf).astype(like.dtype), params, shapes)
         params = jax.device_get(moved(params))
         order = order_of_blocks(model.layers, stages=mesh.shape["pipe"])
-        alone = StepOptions(seed=options.seed, freeze=options.freeze)
-        want = _trained(model, optimizer, make_mesh(devices=[mesh.devices.flat[0]]), alone, params, batches)
-        got = _trained(model, optimizer, mesh, options, params, batches, order)
+        alone = StepOptions(seed=options.seed, freeze=options.freeze, precision=make_precision("fp64"))
+        wide, one = replace(options, precision=alone.precision), make_mesh(devices=[mesh.devices.flat[0]])
+        want = training_of(model, optimizer, one, alone, params, batches, order_of_blocks(model.layers, stages=1))
+        got = training_of(model, optimizer, mesh, wide, params, batches, order)
     return verdict(got, want, mesh, options)
 
 
@@ -56,29 +57,26 @@ def _wide(dtype: Any) -> Any:
     return jnp.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def _trained(
+def training_of(
     model: ModelDef,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     options: StepOptions,
     params: PyTree,
     batches: Sequence[PyTree],
-    order: np.ndarray | None = None,
+    order: np.ndarray,
 ) -> Training:
-    """params: in the order of the model. order: that of the blocks in the layout."""
-    options = replace(options, precision=make_precision("fp64"), return_grads=True)
+    """The losses, gradients and parameters of a few steps on these batches, in float64 as the options say.
+
+    params: in the order of the model, which those of the training have, too.
+    order: that of the blocks in the layout.
+    """
+    stored = {**params, STACKED: arrange_rows(params[STACKED], order)}
     target = state_target(model, optimizer, mesh, options)
-    stored, back = params, _same
-    if order is not None:
-        stored = {**params, STACKED: arrange_rows(params[STACKED], order)}
-        back = functools.partial(blocks_in_order, rows_of_blocks(order))
     state = place_params(stored, only_trained(optimizer, options.freeze, rules_of(model)), target)
-    batches = [in_float64(batch) for batch in batches]
-    return train_steps(make_train_step(model, optimizer, mesh, options), state, batches, back)
-
-
-def _same(tree: PyTree) -> PyTree:
-    return tree
+    step = make_train_step(model, optimizer, mesh, replace(options, return_grads=True))
+    back = functools.partial(blocks_in_order, rows_of_blocks(order))
+    return train_steps(step, state, [in_float64(batch) for batch in batches], back)
 
 
 def blocks_in_order(rows: np.ndarray, tree: PyTree) -> PyTree:
