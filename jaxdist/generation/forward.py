@@ -18,6 +18,7 @@ from jaxdist.collectives import psum, to_varying
 from jaxdist.mesh import BATCH_LIKE, AnyMesh
 from jaxdist.model import ModelDef
 from jaxdist.nn.attention.cache import Past
+from jaxdist.nn.dropout import unused_keys
 from jaxdist.parallel.pipeline.relay import blocks_of_chunk, on_first_stage
 from jaxdist.parallel.program import make_program
 from jaxdist.parallel.strategy import Strategy
@@ -65,12 +66,6 @@ def why_no_cache(model: ModelDef, mesh: AnyMesh) -> str | None:
     return None
 
 
-def _unused_keys(rows: int) -> jax.Array:
-    """Dropout keys that are never read: a model for evaluation has no dropout."""
-    keys: jax.Array = to_varying(jax.random.split(jax.random.key(0), rows), BATCH_LIKE)
-    return keys
-
-
 def cached_passes(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strategy) -> Forward:
     """The passes with a key/value cache.
 
@@ -83,7 +78,8 @@ def cached_passes(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strat
 
     def embed(begun: PyTree, tokens_BS: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         diff, captured = begun
-        params, keys = units.gather("embed", diff["embed"], captured["embed"]), _unused_keys(len(tokens_BS))
+        params = units.gather("embed", diff["embed"], captured["embed"])
+        keys: jax.Array = to_varying(unused_keys(len(tokens_BS)), BATCH_LIKE)
         batch = {"inputs": tokens_BS, "keys": keys}
         return units.run("embed", model.embed, params, batch, fold(keys, EMBED_LAYER), positions_BS), keys
 
@@ -156,7 +152,7 @@ def whole_passes(model: ModelDef, mesh: AnyMesh, specs: PyTree, strategy: Strate
     logits_of = make_logits(model, strategy, specs)
 
     def logits(params: PyTree, tokens_BT: jax.Array, positions_B: jax.Array) -> jax.Array:
-        batch = {"inputs": to_varying(tokens_BT, BATCH_LIKE), "keys": _unused_keys(len(tokens_BT))}
+        batch = to_varying({"inputs": tokens_BT, "keys": unused_keys(len(tokens_BT))}, BATCH_LIKE)
         return logits_of(params, batch, positions_B)
 
     def start(params: PyTree, tokens_BS: jax.Array, lengths_B: jax.Array, new: int) -> tuple[jax.Array, jax.Array]:

@@ -23,6 +23,11 @@ def check_rate(rate: float) -> float:
     return rate
 
 
+def unused_keys(rows: int) -> jax.Array:
+    """Dropout keys of so many samples, for a model without dropout, which does not read them."""
+    return jax.random.split(jax.random.key(0), rows)
+
+
 def dropout(x: jax.Array, keys_B: jax.Array, *, site: int, rate: float, sequence: bool = False) -> jax.Array:
     """Dropout of x [B, ...], which all devices of `tensor` have: zero with probability `rate`, else x / (1 - rate).
 

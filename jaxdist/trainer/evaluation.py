@@ -20,6 +20,7 @@ from jaxdist.data.own_batches import Placing, as_many, indexed, one_pass
 from jaxdist.errors import UserError
 from jaxdist.mesh import BATCH_AXES, BATCH_LIKE, batch_shards, fetched, on_cpu
 from jaxdist.model import ModelDef
+from jaxdist.nn.dropout import unused_keys
 from jaxdist.optim.ema import EMA_STATES, ema_of, ema_of_model_state
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.loss_results import check_metrics, read_results
@@ -52,11 +53,6 @@ def evaluated(state: TrainState) -> tuple[PyTree, PyTree]:
     """The parameters and model_state to evaluate, by a configuration: the moving averages where `train.ema` keeps
     them."""
     return averaged(state) if isinstance(state.opt_state, EMA_STATES) else (fetched(state.params), state.model_state)
-
-
-def unused_keys(rows: int) -> jax.Array:
-    """Dropout keys that a model in evaluation mode does not read."""
-    return jax.random.split(jax.random.key(0), rows)
 
 
 def signs_of_training(whole: Callable[..., tuple[PyTree, PyTree]], given: tuple[PyTree, PyTree, PyTree]) -> str:

@@ -21,6 +21,7 @@ from jaxdist.model import ModelDef
 from jaxdist.models.gpt import gpt
 from jaxdist.models.resnet import ResNet, classify
 from jaxdist.nn import label_cross_entropy
+from jaxdist.nn.dropout import unused_keys
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.modules.nnx_modules import nnx_loss
 from jaxdist.precision.policy import accumulation_dtype
@@ -70,7 +71,7 @@ def make_gpt(config: ModelConfig, *, seq_len: int, rows: int, dtype: Any = jnp.f
     model = gpt(config, max_length=seq_len, param_dtype=dtype)
 
     def region(params: PyTree, ids_BS: jax.Array) -> jax.Array:
-        keys_B = jax.random.split(jax.random.key(0), len(ids_BS))  # never read: no dropout
+        keys_B = unused_keys(len(ids_BS))
         batch = {"inputs": ids_BS, "keys": keys_B}
         h = model.embed(params["embed"], batch, keys_B)
         h, _ = lax.scan(

@@ -16,6 +16,7 @@ from jaxdist.config.rules.remat import Remat
 from jaxdist.config.schema import Config
 from jaxdist.jaxpr.evaluate import without_dead_code
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
+from jaxdist.nn.dropout import unused_keys
 from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.blocks.remat import rematerialise
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
@@ -99,7 +100,7 @@ def _passes(config: Config, known: Known, remat: Remat, rows: int) -> list[tuple
     }
     params = jax.eval_shape(lambda params: as_received(params, precision), model.shapes)  # routers stay in fp32
     block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[STACKED])
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    keys = jax.eval_shape(lambda: unused_keys(rows))
     batch |= {"keys": keys} | ({"loss_seed": jax.ShapeDtypeStruct((rows,), jnp.float32)} if model.weighs_rows else {})
 
     def through(block: Any, h: jax.Array, batch: Any) -> jax.Array:

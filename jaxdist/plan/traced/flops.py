@@ -13,6 +13,7 @@ from jaxdist.collectives import psum, to_varying
 from jaxdist.jaxpr.walk import equations, inner_jaxprs, length_of
 from jaxdist.mesh import BATCH_LIKE, abstract_mesh
 from jaxdist.model import ModelDef
+from jaxdist.nn.dropout import unused_keys
 from jaxdist.parallel.wrappers.keep_fp32 import as_received
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, PyTree
@@ -109,7 +110,7 @@ def model_flops(
     if precision is not None:  # cuDNN's attention cannot be traced with parameters in fp32
         params = jax.eval_shape(lambda params: as_received(params, precision), params)
     rows = jax.tree.leaves(batch)[0].shape[0]
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    keys = jax.eval_shape(lambda: unused_keys(rows))
     if isinstance(model, ModelDef):
         forward: Callable[..., Any] = _forward(model)
         given = (params, {**batch, "keys": keys})
