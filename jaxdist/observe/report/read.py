@@ -1,6 +1,6 @@
 """Reading a run directory for its report: also while the run writes, and after it was killed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -37,48 +37,33 @@ def read_run(folder: Path) -> RunRecord:
         notes.append(f"metrics.jsonl is damaged, {problem}; its other lines are shown.")
     checkpoints = folder / "checkpoints"
     kept = [int(each.name) for each in checkpoints.iterdir() if each.name.isdecimal()] if checkpoints.is_dir() else []
-    samples = folder / "samples.txt"
+    samples, without = folder / "samples.txt", "There is no env.json: devices, mesh and data are not known."
     return RunRecord(
         title=folder.resolve().name,
-        settings=_settings(folder / "config.yaml", notes),
-        environment=_environment(folder / "env.json", notes),
+        settings=_mapping_in(folder / "config.yaml", _yaml, notes),
+        environment=_mapping_in(folder / "env.json", read_json_file, notes, without),
         metrics=records,
         incidents=_incidents(folder / "incidents.jsonl", notes),
         checkpoints=sorted(kept),
-        plan=_plan(folder / PLAN_FILE, notes),
+        plan=_mapping_in(folder / PLAN_FILE, read_json_file, notes),
         samples=read_regular(samples)[:_MOST_BYTES].decode(errors="replace") if samples.is_file() else "",
         notes=notes,
     )
 
 
-def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
+def _yaml(path: Path) -> Any:
+    return parse_yaml(read_regular(path).decode(), path.name)
+
+
+def _mapping_in(path: Path, read: Callable[[Path], Any], notes: list[str], without: str = "") -> dict[str, Any]:
+    """The mapping in a file of the run; {} where none can be read. without: the note about no file."""
     if not path.is_file():
+        notes += filter(None, [without])
         return {}
     try:
-        return mapping(parse_yaml(read_regular(path).decode(), path.name))
+        return mapping(read(path))
     except ValueError as error:
-        notes.append(f"config.yaml cannot be read: {error}.")
-        return {}
-
-
-def _environment(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        notes.append("There is no env.json: devices, mesh and data are not known.")
-        return {}
-    try:
-        return mapping(read_json_file(path))
-    except ValueError as error:
-        notes.append(f"env.json cannot be read: {error}.")
-        return {}
-
-
-def _plan(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return mapping(read_json_file(path))
-    except ValueError as error:
-        notes.append(f"{PLAN_FILE} cannot be read: {error}.")
+        notes.append(f"{path.name} cannot be read: {error}.")
         return {}
 
 
