@@ -1,11 +1,9 @@
 """Examples for fine-tuning in a dataset of Hugging Face that is on the disk, or in Parquet files."""
 
-from pathlib import Path
-
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.source import Source
-from jaxdist.data.text.source import example_source
+from jaxdist.data.text.source import source_of_files
 from jaxdist.data.text.tables import table_examples, table_files
 
 FACTS = SourceFacts(
@@ -24,10 +22,4 @@ def huggingface(config: DataConfig) -> Source:
 
     Raises `UserError`: pyarrow is not installed; a file that is damaged; a row that is no example.
     """
-    files = table_files(Path(config.path).expanduser(), key="data.path")
-    held_files, held_out = files, None
-    if config.val_path is not None:
-        held_files = table_files(Path(config.val_path).expanduser(), key="data.val_path")
-        held_out = table_examples(held_files, key="data.val_path")
-    train = table_examples(files, key="data.path")
-    return example_source(config, "huggingface", train, held_out, files=(len(files), len(held_files)))
+    return source_of_files(config, "huggingface", table_files, table_examples)

@@ -1,13 +1,13 @@
 """Examples for fine-tuning in lines of JSON: conversations, prompts with completions, texts."""
 
-from pathlib import Path
+import functools
 
 from jaxdist.config.entries import SourceFacts
 from jaxdist.config.schema import DataConfig
 from jaxdist.data.records import record_files
 from jaxdist.data.source import Source
 from jaxdist.data.text.examples import jsonl_examples
-from jaxdist.data.text.source import example_source
+from jaxdist.data.text.source import source_of_files
 
 FACTS = SourceFacts(
     reads_files=True, path="a .jsonl file, or a folder of such", val_path="a .jsonl file, a folder of such, or null"
@@ -23,10 +23,5 @@ def jsonl(config: DataConfig) -> Source:
 
     Raises `UserError`: a line that is no example; a tokenizer or chat template that cannot be used.
     """
-    files = record_files(Path(config.path).expanduser(), (".jsonl",), key="data.path")
-    held_files, held_out = files, None
-    if config.val_path is not None:
-        held_files = record_files(Path(config.val_path).expanduser(), (".jsonl",), key="data.val_path")
-        held_out = jsonl_examples(held_files, key="data.val_path")
-    train = jsonl_examples(files, key="data.path")
-    return example_source(config, "jsonl", train, held_out, files=(len(files), len(held_files)))
+    files_of = functools.partial(record_files, suffixes=(".jsonl",))
+    return source_of_files(config, "jsonl", files_of, jsonl_examples)

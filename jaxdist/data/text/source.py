@@ -1,7 +1,7 @@
 """A data source of examples: they are encoded once, at the start, and stay in memory, five bytes a token."""
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +90,23 @@ class _Counted:
         if over > 0:
             self.cut, self.cut_tokens = self.cut + 1, self.cut_tokens + over
         return ids, counts
+
+
+def source_of_files(
+    config: Any, name: str, files_of: Callable[..., list[Path]], examples_of: Callable[..., Iterable[Example]]
+) -> Source:
+    """The source of the examples in the files of `data.path`, with those of `data.val_path` held out: `example_source`.
+
+    files_of: (a file or folder, key) -> its files. examples_of: (files, key) -> the examples in them.
+    """
+
+    def read(path: str, key: str) -> tuple[list[Path], Iterable[Example]]:
+        files = files_of(Path(path).expanduser(), key=key)
+        return files, examples_of(files, key=key)
+
+    files, train = read(config.path, "data.path")
+    held_files, held_out = (files, None) if config.val_path is None else read(config.val_path, "data.val_path")
+    return example_source(config, name, train, held_out, files=(len(files), len(held_files)))
 
 
 def example_source(
