@@ -182,31 +182,24 @@ def explanation_to_json(explanation: Explanation) -> dict[str, Any]:
     def dicts(facts: Sequence[SavedArray | Compiled]) -> list[dict[str, Any]]:
         return [each._asdict() for each in facts]
 
+    steps = [_sent_to_json(each) for each in explanation.outer]
+    outer = {"outer": {"every": explanation.every, "steps": steps}} if explanation.every else {}
     compared = None
     if explanation.compiled is not None:
         compared = {op: each._asdict() | {"agrees": each.agrees} for op, each in explanation.compiled.items()}
     return {
         "mesh": explanation.mesh,
-        "wire_bytes": explanation.ledger.wire_bytes,
-        "collectives": [each._asdict() | {"axes": list(each.axes)} for each in explanation.ledger.collectives],
+        **_sent_to_json(explanation.ledger),
         "memory": explanation.memory,
         "parameters": parameters,
         "activations": dicts(explanation.activations),
         "added": None if explanation.added is None else dicts(explanation.added),
         "compiled": compared,
-        **_outer_to_json(explanation),
+        **outer,
     }
 
 
-def _outer_to_json(explanation: Explanation) -> dict[str, Any]:
-    """{"outer": the outer steps}, where replicas train by themselves."""
-    if not explanation.every:
-        return {}
-    steps = [
-        {
-            "wire_bytes": each.wire_bytes,
-            "collectives": [one._asdict() | {"axes": list(one.axes)} for one in each.collectives],
-        }
-        for each in explanation.outer
-    ]
-    return {"outer": {"every": explanation.every, "steps": steps}}
+def _sent_to_json(found: Ledger) -> dict[str, Any]:
+    """What a ledger says that is sent: {"wire_bytes", "collectives"}."""
+    entries = [each._asdict() | {"axes": list(each.axes)} for each in found.collectives]
+    return {"wire_bytes": found.wire_bytes, "collectives": entries}
