@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.config.arguments import numeric, output_file
@@ -13,15 +12,6 @@ from jaxdist.errors import CommandParser, UserError, nearest, reports_mistakes
 _EXAMPLES = ("jaxdist cost", "jaxdist cost --model vit-huge --hosts 8 --link p4d.24xlarge --compute 0.9")
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _MOST = 1e15  # bytes, and hosts times GPUs: more is a slip of the pen
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is computed: a `jaxdist.plan.costs.Case`, and the words for its size and its link."""
-
-    case: Any
-    size: str
-    link: str
 
 
 def make_parser(prog: str) -> CommandParser:
@@ -62,15 +52,16 @@ def main(argv: Sequence[str], prog: str = "jaxdist cost") -> int:
 
     from jaxdist.cli.work.cost import cost_lines, figures_of
 
-    subject = _subject(options, given)
-    lines = cost_lines(subject.case, subject.size, subject.link)
+    case, size = _case(options, given)
+    lines = cost_lines(case, size, options.link)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures_of(subject.case), indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(figures_of(case), indent=1) + "\n", encoding="utf-8")
     print("\n".join(lines))
     return 0
 
 
-def _subject(options: Any, given: float | None) -> Subject:
+def _case(options: Any, given: float | None) -> tuple[Any, str]:
+    """What is computed, a `jaxdist.plan.costs.Case`, and the words for its size."""
     from jaxdist.plan.costs import COUNTED_MODELS, TEXTBOOK, parameters
     from jaxdist.plan.machines import rate_of_link
 
@@ -90,7 +81,7 @@ def _subject(options: Any, given: float | None) -> Subject:
         count = parameters(options.model)
         case = case._replace(size=float(count * options.bytes))
         words = f"{count:,} parameters of {options.model}, counted from the model, x {options.bytes} bytes"
-    return Subject(case, words, options.link)
+    return case, words
 
 
 def _size_of(text: str) -> float:

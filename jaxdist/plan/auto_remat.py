@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 from jaxdist.model import ModelDef
 from jaxdist.parallel.pipeline.table import table_of
+from jaxdist.plan.changes import changed
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.peak import PEAK, memory_of
 from jaxdist.plan.compiled.hardware import Gpu, gpu_of
@@ -39,7 +39,7 @@ def start_fitting(config: Config, watched: Callable[[Config], AbstractContextMan
         return config
     if jax.process_index() == 0:
         print(f"{REMAT}: auto is {mode} here: {why}", flush=True)
-    return _with_mode(config, mode)
+    return changed(config, {REMAT: mode})
 
 
 def fitting_mode(config: Config, gpu: Gpu) -> tuple[Remat, str]:
@@ -50,17 +50,13 @@ def fitting_mode(config: Config, gpu: Gpu) -> tuple[Remat, str]:
     if unrolls(config, gpu=True) or (one_device(config) and config.model.scan_blocks == 0):
         # In a loop what blocks keep is copied, and "none" took longer than "dots". Without one it takes 4 to 7 % less:
         # compiled GPT-2 of 355 M and 1.3 B, BERT and ViT, replayed.
-        needed = needed_bytes(_with_mode(config, "none"), known)
+        needed = needed_bytes(changed(config, {REMAT: "none"}), known)
         if needed is not None and needed <= gpu.usable:
             return "none", f"everything fits: {format_bytes(needed)} {room}"
-    needed = needed_bytes(_with_mode(config, "dots"), known)
+    needed = needed_bytes(changed(config, {REMAT: "dots"}), known)
     if needed is None or needed <= gpu.usable:
         return "dots", ""
     return "full", f"with dots a GPU may need {format_bytes(needed)} {room}"
-
-
-def _with_mode(config: Config, mode: Remat) -> Config:
-    return replace(config, memory=replace(config.memory, remat=mode))
 
 
 def needed_bytes(config: Config, known: Known) -> int | None:

@@ -1,6 +1,5 @@
 """Changes of a configuration that usually save memory of a device: which there are, and which of them are allowed."""
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +12,6 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import UserError
 
 Overrides = Mapping[str, Any]  # {dotted key: value}; empty if the change does not apply
-
-
-def _always(overrides: Overrides, _: Config) -> Overrides:
-    return overrides
 
 
 def _loss_chunk(config: Config) -> Overrides:
@@ -54,12 +49,12 @@ def _tensor(config: Config) -> Overrides:
 
 REMEDIES: tuple[tuple[str, Callable[[Config], Overrides]], ...] = (
     ("twice the microbatches", lambda config: {"parallel.microbatches": 2 * config.parallel.microbatches}),
-    *((f"remat {mode}", functools.partial(_always, {"memory.remat": mode})) for mode in MODES if mode != "none"),
+    *((f"remat {mode}", lambda _, mode=mode: {"memory.remat": mode}) for mode in MODES if mode != "none"),
     ("logits in chunks", _loss_chunk),
     ("the next ZeRO stage", _next_stage),
     ("shards instead of replicas", _no_replicas),
     ("twice the tensor axis", _tensor),
-    ("optimizer state in host memory", functools.partial(_always, {"memory.offload.optimizer": True})),
+    ("optimizer state in host memory", lambda _: {"memory.offload.optimizer": True}),
 )
 
 

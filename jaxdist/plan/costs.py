@@ -67,14 +67,11 @@ def found_of(case: Case) -> Found:
     >>> f"{found.limit:.3f} {found.ring:.3f} {found.mixed:.3f} {found.mixed_speedup:.2f} {found.speedup:.2f}"
     '0.275 0.183 0.675 1.87 2.09'
     """
-    limit, ring, flat = 2 * case.size / case.rate, seconds(case, "ring"), _ring(case, case.hosts * case.gpus)
+    limit, ring = 2 * case.size / case.rate, seconds(case, "ring")
+    flat = seconds(case._replace(hosts=case.hosts * case.gpus), "ring")
     mixed, step, local = case.one + limit, case.all + ring, case.all + ring / case.every
     mixed_speedup, speedup, local_speedup = (case.hosts * case.all / each for each in (mixed, step, local))
     return Found(limit, ring, flat, mixed, mixed_speedup, step, speedup, local, local_speedup)
-
-
-def _ring(case: Case, members: int) -> float:
-    return cost("all_reduce", round(case.size), members, algorithm="ring").seconds(Link(0.0, case.rate))
 
 
 def seconds(case: Case, algorithm: str) -> float:

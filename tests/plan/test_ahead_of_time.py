@@ -129,9 +129,9 @@ def test_a_plan_without_what_compiles_has_a_note(monkeypatch: pytest.MonkeyPatch
     made = gpu_cluster("h200", POLICIES["fp32"], hosts=1, per_host=8, link=None, inside=None)
     candidate = Predicted(layout_of(config), config, Seconds(1.0, 0.0, {}, 0.0, 0.0), {PEAK: 1}, 0.0)
     monkeypatch.setattr("jaxdist.plan.search.confirm._compiler", lambda *_: not_there)
-    found = confirm([candidate], made, traced=0, compiled=1, progress=print)
-    assert found.notes == ["nothing was compiled, and memory is an estimate: a-package not installed"]
-    assert found.candidates == [candidate]
+    candidates, notes = confirm([candidate], made, traced=0, compiled=1, progress=print)
+    assert notes == ["nothing was compiled, and memory is an estimate: a-package not installed"]
+    assert candidates == [candidate]
 
 
 def test_the_table_of_gpus() -> None:

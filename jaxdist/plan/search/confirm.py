@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 
@@ -19,22 +18,15 @@ from jaxdist.runtime.compiler import compiling_for, set_flags
 TRACED, COMPILED = 10, 3
 
 
-class Confirmed(NamedTuple):
-    """The candidates that are left, in the same order, with better figures of memory, and what was found.
-
-    notes: lines about what was compared, and what could not be compiled here.
-    """
-
-    candidates: list[Predicted]
-    notes: list[str]
-
-
 def confirm(
     candidates: list[Predicted], cluster: PlanCluster, *, traced: int, compiled: int, progress: Callable[[str], None]
-) -> Confirmed:
+) -> tuple[list[Predicted], list[str]]:
     """Trace the first candidates, and compile the first of these. One that does not fit then is dropped.
 
     traced, compiled: how many.
+
+    Returns (the candidates that are left, in the same order, with better figures of memory; lines about what was
+    compared, and what could not be compiled here).
     """
     left, notes, dropped = list[Predicted](), list[str](), 0
     compiler = _compiler(cluster, notes) if compiled else None
@@ -59,7 +51,7 @@ def confirm(
         left.append(each)
     if dropped:
         notes.append(f"{dropped} of the first did not fit, once they were traced or compiled")
-    return Confirmed([*left, *candidates[len(left) + dropped :]], notes)
+    return [*left, *candidates[len(left) + dropped :]], notes
 
 
 def _traced(each: Predicted, notes: list[str]) -> Predicted:

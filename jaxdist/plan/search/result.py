@@ -78,9 +78,9 @@ def plan_layout(
         pool = by_seconds([*found.fitting, *found.near])
         first = tie_of(pool, cluster.spread).members if pool else []
         rest = [each for each in pool if each not in first]
-        confirmed = confirm([*first, *rest], cluster, traced=traced, compiled=compiled, progress=progress)
-        notes += confirmed.notes
-        certain = [each for each in confirmed.candidates if each.how != "closed form" or each.peak <= cluster.memory]
+        candidates, told = confirm([*first, *rest], cluster, traced=traced, compiled=compiled, progress=progress)
+        notes += told
+        certain = [each for each in candidates if each.how != "closed form" or each.peak <= cluster.memory]
         found = found._replace(fitting=by_seconds(certain))
     if not found.fitting:
         raise UserError(_nothing_fits(config, found, asked, known))
