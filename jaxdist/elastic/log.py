@@ -14,7 +14,6 @@ from jaxdist.files.regular import open_to_append, read_regular, replace_file
 from jaxdist.runtime.run_folder import ELASTIC_LOG
 
 LOG_BYTES, WORKERS = 1 << 30, 100_000
-_COUNT = int
 # The keys of each kind of line, and their types. A line may have others, which nobody reads.
 EVENTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "start": {

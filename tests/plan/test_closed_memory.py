@@ -16,7 +16,7 @@ from jaxdist.init import state_target
 from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.plan.closed.leaves import Known
 from jaxdist.plan.closed.memory.at_rest import at_rest
-from jaxdist.plan.closed.memory.peak import BOUNDS, MARGIN, PEAK, memory_of
+from jaxdist.plan.closed.memory.peak import BOUNDS, PEAK, memory_of
 from jaxdist.plan.closed.memory.unit_traces import UNIT_ROWS, UnitTraces
 from jaxdist.plan.closed.memory.units import units_of
 from jaxdist.plan.compiled.memory import resident_bytes
@@ -223,7 +223,7 @@ def test_the_margin_is_that_of_the_measurement() -> None:
     data = json.loads(MEASUREMENT.read_text())
     summary, ratios = data["summary, closed"], [each["closed_ratio"] for each in data["configurations"]]
     assert summary["configurations"] == len(ratios) == 50
-    assert tuple(round(summary[name], 2) for name in ("tenth", "median", "ninetieth")) == MARGIN
+    assert tuple(round(summary[name], 2) for name in ("tenth", "median", "ninetieth")) == (0.96, 1.03, 1.14)
     # Nothing that was compiled would have been refused, or taken, in error.
     assert BOUNDS[0] <= min(ratios) and max(ratios) <= BOUNDS[1]
 

@@ -6,8 +6,6 @@ from jaxdist.plan.costs import COMPARED, COUNTED_MODELS, Case, found_of, paramet
 from jaxdist.plan.machines import DEVICES, HOSTS, LINK_RATES, pcie
 from jaxdist.plan.traced.sharding import aligned
 
-_BUSES = (3, 4, 5)
-
 
 def cost_lines(case: Case, size: str, link: str) -> list[str]:
     """All that the command prints. size, link: what the size is, and the name of the link, in words."""
