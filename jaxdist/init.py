@@ -148,7 +148,7 @@ def _taken_apart(source: ParameterSource, model_state: PyTree) -> tuple[Any, PyT
     """Parameters, or what makes them, and state: of the loss of a module its own, of a `ModelDef` the order of its
     blocks; those that are given otherwise."""
     if isinstance(source, ModelDef) and not jax.tree.leaves(model_state):
-        return source, source.arranged or ()
+        return source, source.arranged if source.arranged and source.arranged.rows else ()
     if not isinstance(source, ModuleLoss):
         return source, model_state
     init = source.init
@@ -181,6 +181,7 @@ def _refuse_modules(source: PyTree) -> None:
 
 def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
     if isinstance(source, ModelDef):
+        _refuse_kinds(source.shapes)
         return source.shapes, source.specs
     _refuse_modules(source)
     for path, leaf in [] if _is_init(source) else jax.tree_util.tree_leaves_with_path(source):
@@ -190,6 +191,12 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
                 "eqx.partition(model, eqx.is_inexact_array)"
             )
     shapes = jax.eval_shape(source, jax.random.key(0)) if _is_init(source) else jax.eval_shape(lambda: source)
+    _refuse_kinds(shapes)
+    return shapes, jax.tree.map(lambda _: P(), shapes)
+
+
+def _refuse_kinds(shapes: PyTree) -> None:
+    """Raise `UserError` for parameters that are no real floats, and for empty ones."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise UserError(
@@ -206,7 +213,6 @@ def _shapes_and_specs(source: ParameterSource) -> tuple[PyTree, PyTree]:
                 f"params.{path_name(path)}: {leaf.dtype}{list(leaf.shape)} is empty, which no checkpoint can hold;"
                 " allowed: arrays of at least one number; leave it out"
             )
-    return shapes, jax.tree.map(lambda _: P(), shapes)
 
 
 def _in_bytes(dtype: Any) -> bool:

@@ -25,10 +25,9 @@ UpdateRule = Callable[[jax.Array], jax.Array]
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class BlockOrder:
-    """The order of stacked blocks in a pipeline, where it is not the model's: a pytree without leaves.
+    """The order of stacked blocks in a pipeline of so many stages: a pytree without leaves.
 
-    rows: the block in each row, -1 for none (`order_of_blocks`).
-    stages: the number of pipeline stages that have these rows.
+    rows: the block in each row, -1 for none (`order_of_blocks`); () where the order is the model's.
     """
 
     rows: tuple[int, ...]
@@ -80,7 +79,7 @@ class ModelDef(NamedTuple):
         first dim of an array is that of the rows of stacked blocks, and in metrics that of blocks in the model's order.
     weighs_rows: whether `rows` reads the leaf `loss_seed` [B] of a batch in training: what the loss of each sample is
         multiplied by before it is differentiated. Losses inside blocks need it (`jaxdist.nn.experts`).
-    arranged: the order of the rows of blocks, for a pipeline; None: they are in the model's order.
+    arranged: the order of the rows of blocks, where `arrange` has made one for a pipeline.
     """
 
     init: Callable[[jax.Array], PyTree]

@@ -191,8 +191,8 @@ def place_params(params: PyTree, optimizer: optax.GradientTransformation, target
     """A state at step 0 from parameters, in the layout of `target`. Weak types become strong: steps compile once."""
     strong = jax.tree.map(lambda leaf: jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype)), params)
     placed = lay_out(strong, target.params)
-    carried = {"model_state": target.model_state}  # without arrays: the order of blocks, or ()
-    make = lambda params: fresh_state(params, optimizer, target.residual)._replace(**carried)  # noqa: E731
+    carried = target.model_state  # without arrays: an order of blocks, or ()
+    make = lambda params: fresh_state(params, optimizer, target.residual)._replace(model_state=carried)  # noqa: E731
     return jax.jit(make, out_shardings=shardings_of(target))(placed)
 
 

@@ -81,6 +81,13 @@ def explicit(size: int) -> Mesh:
     return jax.make_mesh((size,), ("a",), devices=jax.devices()[:size], axis_types=(AxisType.Explicit,))
 
 
+def test_complex_parameters_of_a_model_are_refused() -> None:
+    model = gpt(ModelConfig(layers=1, width=8, heads=1, vocab=8), max_length=4)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.complex64), model.shapes)
+    with pytest.raises(UserError, match=r"^params\.blocks\..*: complex64; allowed: real parameters"):
+        state_target(model._replace(shapes=shapes), SGD, make_mesh(fsdp=8))
+
+
 def test_without_compilation_nothing_can_be_laid_out() -> None:
     mesh, rows, params = make_mesh(fsdp=8), np.ones((8, 8), np.float32), {"w": jnp.ones((8, 8))}
     step, state = make_train_step(square, SGD, mesh), init_state(params, SGD, mesh)

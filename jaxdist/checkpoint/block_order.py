@@ -50,7 +50,7 @@ def saved_order(meta: dict[str, Any]) -> np.ndarray | None:
 def order_of(state: TrainState) -> np.ndarray | None:
     """The block in each row of a state's stacked blocks, as of `order_of_blocks`; None for the model's order."""
     found = state.model_state
-    return np.asarray(found.rows) if isinstance(found, BlockOrder) else None
+    return np.asarray(found.rows) if isinstance(found, BlockOrder) and found.rows else None
 
 
 def between(saved: np.ndarray | None, wanted: np.ndarray | None) -> np.ndarray | None:

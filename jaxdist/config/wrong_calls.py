@@ -100,17 +100,14 @@ def refuse_state(
     raise UserError("state: made on another mesh than the step's; give init_state and make_train_step the same")
 
 
-def refuse_order(model: Any, found: Any) -> NoReturn:
-    """Raise the `UserError` for a state whose blocks are in another order than the model's.
-
-    found: the state's `BlockOrder`, or something else for the order of the model.
-    """
-    orders = [getattr(each, "rows", None) for each in (found, model.arranged)]
-    mine, wanted = ("in the order of the model" if each is None else f"as blocks {list(each)}" for each in orders)
+def refuse_order(*orders: Sequence[int]) -> NoReturn:
+    """Raise the `UserError` for a state whose blocks are in another order than its model's. orders: both, as in
+    `BlockOrder.rows`."""
+    mine, wanted = (f"as blocks {list(each)}" if each else "in the order of the model" for each in orders)
     raise UserError(
         f"state: the rows of its blocks are {mine}, and this step's model has them {wanted}; give init_state (or"
-        " state_target) and make_train_step the same model; with parameters of yours, which arrange_rows puts into"
-        " this order, give init_state model._replace(init=lambda key: params)"
+        " state_target) and make_train_step the same model; parameters that are in this order already go into its"
+        " state: init_state(model, ...)._replace(params=params)"
     )
 
 

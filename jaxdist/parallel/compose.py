@@ -66,8 +66,9 @@ def check_placed(
     `init_state` say so, all may be whole."""
     from jaxdist.config.wrong_calls import refuse_order, refuse_whole  # which an import of the step need not load
 
-    if isinstance(model, ModelDef) and state.model_state != (model.arranged or ()):
-        refuse_order(model, state.model_state)
+    orders = [getattr(each, "rows", ()) for each in (state.model_state, getattr(model, "arranged", None))]
+    if isinstance(model, ModelDef) and orders[0] != orders[1]:
+        refuse_order(*orders)
     params, found = state.params, spec_leaves(specs_of_params(model, state.params))
     # With rules specs are written out, P(None, None); without, those of a tree of somebody's own begin as P().
     if any(shard_of(spec) or (len(spec) and not isinstance(model, ModelDef)) for spec in found):

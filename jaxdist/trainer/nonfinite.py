@@ -74,7 +74,7 @@ def look_into(run: TrainingRun, error: NonFinite, work: Work) -> Finding | None:
     console.line(f"looking into step {error.step} ...")
     state = progress.state._replace(opt_state=())
     progress.state = state._replace(params=())  # makes room for the diagnosis
-    diagnose = make_diagnosis(parts.model, run.plan.mesh, numbers=parts.order.tolist(), options=parts.options)
+    diagnose = make_diagnosis(parts.model, run.plan.mesh, options=parts.options)
     batch = work.batch(error.step - 1 + progress.passed)
     finding = diagnose(state, batch)
     unknown = unknown_ids(batch, getattr(run.plan.config.model, "vocab", None))

@@ -30,6 +30,7 @@ from jaxdist.checkpoint.block_order import (
     between,
     in_model_order,
     in_order_of,
+    order_of,
     stacked_dims,
 )
 from jaxdist.checkpoint.checksums import CHECKPOINT_FORMAT, RECORD
@@ -244,13 +245,27 @@ def test_a_loop_of_ones_own_need_not_know_the_order(arrangement: dict[str, Any],
         loaded = found.load(state_target(piped, optax.identity(), two, strategy="ddp"))
     assert_same(state._replace(params=loaded), state)
     rows = {**first.params, "blocks": arrange_rows(first.params["blocks"], np.array(piped.arranged.rows))}
-    rows = jax.device_get(rows)
-    assert_same(init_state(piped._replace(init=lambda key: rows), tx, two, strategy="ddp"), moved)
+    rows = jax.device_put(jax.device_get(rows), jax.tree.map(lambda leaf: leaf.sharding, state.params))
+    assert_same(init_state(piped, tx, two, strategy="ddp")._replace(params=rows), moved)
     refused = r"^state: the rows of its blocks are as blocks \[.*\], and this step's model has them in the order of the"
     with pytest.raises(UserError, match=refused):
         make_train_step(model, tx, two, schedule="gpipe", microbatches=2)(moved, {"inputs": np.zeros((4, 8), np.int32)})
-    with pytest.raises(UserError, match="^model: is arranged for 2 stages already"):
-        arrange(piped, stages=2, **arrangement)
+    for again in (arrangement, {}):
+        with pytest.raises(UserError, match="^model: is arranged for 2 stages already"):
+            arrange(piped, stages=2, **again)
+
+
+def test_an_order_that_is_the_model_s_is_none() -> None:
+    """Nothing is moved to be saved, and steps take states of either."""
+    model, tx, one = gpt(ModelConfig(layers=4, width=16, heads=2), max_length=8), optax.sgd(0.1), make_mesh()
+    chunked = arrange(model, stages=1, chunks=2)
+    for mine, other in ((chunked, model), (model, chunked)):
+        state = init_state(mine, tx, one)
+        assert state.model_state == () and order_of(state) is None
+        make_train_step(other, tx, one).jitted(state)
+        make_train_step(other, tx, one).jitted(state._replace(model_state={}))
+    with pytest.raises(UserError, match=r"^mesh.pipe: 2 is given, but the model was arranged for 1 stages"):
+        make_train_step(chunked, tx, make_mesh(pipe=2, devices=jax.devices()[:2]))
 
 
 def test_rows_between_orders() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from levels import levels
+from levels import levels, others_slow
 from pages import on_page
 from poisoned import GRADIENT, LEAF, OUTPUT, poisoned
 
@@ -19,6 +19,7 @@ from jaxdist.config.schema import ModelConfig
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.models.gpt import gpt
 from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.pipeline.stages import arrange
 from jaxdist.precision.policy import Precision
 from jaxdist.specs import STACKED, batch_spec
 from jaxdist.state import TrainState, shardings_of
@@ -43,8 +44,9 @@ class Bench:
 def bench(
     sizes: dict[str, int], *, strategy: str, schedule: str, microbatches: int, build: Any = poisoned, **options: Any
 ) -> Bench:
-    mesh, tx = make_mesh(**sizes), optax.adamw(1e-3)
+    mesh, tx, arrangement = make_mesh(**sizes), optax.adamw(1e-3), options.pop("arrangement", {})
     model = build(dataclasses.replace(CONFIG, **options.pop("model", {})), max_length=LENGTH)
+    model = arrange(model, stages=mesh.shape["pipe"], **arrangement)
     chosen = StepOptions(strategy=strategy, schedule=schedule, microbatches=microbatches, **options)
     step = make_train_step(model, tx, mesh, chosen)
     rows = batch_shards(mesh) * microbatches * 2
@@ -197,17 +199,32 @@ def check_a_token(everyday: Bench) -> None:
 @pytest.mark.slow
 @SHARED
 def test_a_parameter_that_was_not_finite_before(everyday: Bench) -> None:
-    state = everyday.make()
-    scale = np.array(state.params["blocks"]["norm2"]["scale"])
-    scale[2, 3] = np.nan
-    norm = {
-        **state.params["blocks"]["norm2"],
-        "scale": jax.device_put(scale, state.params["blocks"]["norm2"]["scale"].sharding),
-    }
+    check_a_scale(everyday, row=2, block=2)
+
+
+def check_a_scale(bench: Bench, *, row: int, block: int) -> None:
+    """A NaN in a row of a stacked parameter, which is found as one of this block."""
+    state = bench.make()
+    before = state.params["blocks"]["norm2"]
+    scale = np.array(before["scale"])
+    scale[row, 3] = np.nan
+    norm = {**before, "scale": jax.device_put(scale, before["scale"].sharding)}
     state = state._replace(params={**state.params, "blocks": {**state.params["blocks"], "norm2": norm}})
-    state, _ = everyday.step(state, everyday.batch)
-    found = everyday.diagnose(state, everyday.batch)
-    assert found is not None and (found.kind, found.block, found.parameter) == ("parameter", 2, "blocks.norm2.scale")
+    state, _ = bench.step(state, bench.batch)
+    found = bench.diagnose(state, bench.batch)
+    assert found is not None
+    assert (found.kind, found.block, found.parameter) == ("parameter", block, "blocks.norm2.scale")
+
+
+ARRANGED = [("interleaved", {"chunks": 2}, 1, 2), ("one_f_one_b", {"blocks": (1, 3)}, 3, 1)]
+
+
+@pytest.mark.parametrize(("schedule", "arrangement", "row", "block"), others_slow(ARRANGED, ARRANGED[0]))
+def test_blocks_of_a_pipeline_have_their_numbers(
+    schedule: str, arrangement: dict[str, Any], row: int, block: int
+) -> None:
+    other = bench({"pipe": 2}, strategy="ddp", schedule=schedule, microbatches=2, build=gpt, arrangement=arrangement)
+    check_a_scale(other, row=row, block=block)
 
 
 OTHERS = [

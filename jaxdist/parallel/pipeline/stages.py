@@ -60,12 +60,12 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
     all blocks (`jaxdist.optim.per_block`). `arrange_rows` reorders parameters that exist already.
     """
     order = order_of_blocks(model.layers, stages=stages, chunks=chunks, blocks=blocks)
-    if chunks == 1 and not uneven(blocks):
-        return model
     if model.arranged is not None:
         raise UserError(
             f"model: is arranged for {model.arranged.stages} stages already; give the one that it was made of"
         )
+    if chunks == 1 and not uneven(blocks):
+        return model
 
     def init(key: jax.Array) -> PyTree:
         params = model.init(key)
@@ -73,7 +73,8 @@ def arrange(model: ModelDef, *, stages: int, chunks: int = 1, blocks: Sequence[i
 
     shapes = {**model.shapes, STACKED: jax.eval_shape(lambda rows: arrange_rows(rows, order), model.shapes[STACKED])}
     figures = model.figures and functools.partial(_figures_of_blocks, model.figures, order)
-    arranged = BlockOrder(tuple(order.tolist()), stages)
+    moved = not np.array_equal(order, np.arange(order.size))
+    arranged = BlockOrder(tuple(order.tolist()) if moved else (), stages)
     return model._replace(
         init=init, shapes=shapes, figures=figures, chunks=chunks, stages=uneven(blocks), arranged=arranged
     )

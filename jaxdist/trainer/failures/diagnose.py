@@ -136,17 +136,15 @@ def probed(model: ModelDef, devices: int) -> ModelDef:
 
 
 def make_diagnosis(
-    model: ModelDef, mesh: Mesh, *, options: StepOptions, numbers: Sequence[int] | None = None
+    model: ModelDef, mesh: Mesh, *, options: StepOptions
 ) -> Callable[[TrainState, PyTree], Finding | None]:
     """Make a function (state, batch) -> the `Finding` of the step that `state` has just skipped; None if all is finite.
 
     It runs the step again, and compiles it when first called. It consumes the state, of which it needs the parameters.
 
-    - options: as given to `make_train_step`.
-    - numbers: the block in each row of the stack, -1 for none, if blocks are arranged for a pipeline
-      (`order_of_blocks`).
+    options: as given to `make_train_step`.
     """
-    watched, numbers = probed(model, mesh.size), numbers or range(model.layers)
+    watched, numbers = probed(model, mesh.size), getattr(model.arranged, "rows", ()) or range(model.layers)
     rule, microbatches = options.precision.scale_rule, options.microbatches
     fixed = replace(options, grad_sync=GradSync(), freeze=(), max_skips=2**30, return_grads=True)
     make = functools.partial(make_train_step, watched, optax.set_to_zero(), mesh, fixed)
@@ -208,7 +206,7 @@ def _before(state: TrainState, watched: ModelDef, mesh: Mesh, rule: LossScale | 
         params[name] = {**params[name], PROBE_LEAF: jax.jit(zeros, out_shardings=NamedSharding(mesh, spec))()}
     step, scale = jax.device_get((state.step, state.guard.scale))
     guard = state.guard._replace(scale=_put(scale if rule is None else scale / np.float32(rule.factors[1]), mesh))
-    return TrainState(_put(step - 1, mesh), params, optax.EmptyState(), (), guard)
+    return TrainState(_put(step - 1, mesh), params, optax.EmptyState(), (), guard, state.model_state)
 
 
 def _put(number: Any, mesh: Mesh) -> jax.Array:
