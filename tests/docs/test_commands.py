@@ -57,7 +57,7 @@ RUN: dict[str, list[tuple[str, str]]] = {
     "docs/experts.md": [("jaxdist train moe_quickstart", f"{SMALL} model.moe.hidden=16")],
     "docs/local_sgd.md": [("jaxdist train quickstart mesh=", SMALL)],
     "docs/planner.md": [
-        ("jaxdist plan llama_7b_h200", ""),
+        ("jaxdist plan llama_7b_h200", "--quick"),  # its ten traces take a minute
         ("jaxdist launch -n 2 -- jaxdist calibrate", f"--link 400gbit {TINY}"),
         ("jaxdist plan my.yaml", TINY),
     ],
