@@ -29,7 +29,7 @@ from jaxdist.optim.ema import with_ema
 from jaxdist.optim.make import make_optimizer
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.pipeline.stages import arrange, order_of_blocks
+from jaxdist.parallel.pipeline.stages import arrange, order_of_model
 from jaxdist.precision.policy import Precision, precision_of
 from jaxdist.specs import PyTree
 from jaxdist.state import TrainState
@@ -53,7 +53,6 @@ class Parts(NamedTuple):
     options: of the step, as the configuration resolves on this mesh.
     attention: the kernel of attention, xla or cudnn; and why not cudnn.
     target: the state as ShapeDtypeStructs with shardings.
-    order: the block that each row of stacked blocks holds (`order_of_blocks`); empty for the loss of a module.
     teaching: where a teacher's logits come from (`jaxdist.distill.teaching`); None without section distill.
     replicas: those that train by themselves (`jaxdist.local_sgd.replicas`); None without section parallel.local.
     """
@@ -63,10 +62,14 @@ class Parts(NamedTuple):
     options: StepOptions
     attention: tuple[str, str | None]
     target: TrainState
-    order: np.ndarray
     step: TrainStep
     teaching: Any = None
     replicas: Any = None
+
+    @property
+    def order(self) -> np.ndarray:
+        """The block in each row of stacked blocks: `order_of_model`."""
+        return order_of_model(self.model)
 
     @property
     def evaluated(self) -> PyTree:
@@ -241,18 +244,14 @@ def optimizer_of(config: Config, order: Sequence[int] = ()) -> optax.GradientTra
 
 def assemble(config: Config, mesh: AnyMesh) -> Parts:
     """The parts of a run on this mesh, which may be without devices."""
-    options, parallel = step_options(config, mesh), config.parallel
+    options = step_options(config, mesh)
     attention = attention_of(config, options.precision, mesh)
-    stages = mesh.shape["pipe"]
-    model = make_model(config, options.precision, stages=stages, training=True, attention=attention[0])
-    order = np.arange(0)
+    model = make_model(config, options.precision, stages=mesh.shape["pipe"], training=True, attention=attention[0])
     if not isinstance(model, ModelDef) and config.memory.remat == AUTO:  # its module need not say that it is a loss
         options = replace(options, remat="none")
-    if isinstance(model, ModelDef):
-        if unrolls(config, gpu=bool(cuda_capability(config, mesh))):
-            model = model._replace(scan_blocks=0)
-        order = order_of_blocks(model.layers, stages=stages, chunks=parallel.chunks, blocks=parallel.stages)
-    optimizer = optimizer_of(config, order.tolist())
+    if isinstance(model, ModelDef) and unrolls(config, gpu=bool(cuda_capability(config, mesh))):
+        model = model._replace(scan_blocks=0)
+    optimizer = optimizer_of(config, order_of_model(model).tolist())
     step, teaching = make_train_step(model, optimizer, mesh, options), None
     target = state_target(model, optimizer, mesh, options)
     if config.distill.on:
@@ -260,7 +259,7 @@ def assemble(config: Config, mesh: AnyMesh) -> Parts:
 
         teaching = teaching_of(config, mesh, forward_only)
         step = teaching.step(model, optimizer, mesh, options)
-    parts = Parts(model, optimizer, options, attention, target, order, step, teaching)
+    parts = Parts(model, optimizer, options, attention, target, step, teaching)
     if config.parallel.local.on:
         from jaxdist.local_sgd.replicas import replicas_of
 

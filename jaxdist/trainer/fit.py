@@ -36,7 +36,6 @@ from jaxdist.optim.ema import ema_of, ema_of_model_state, with_ema
 from jaxdist.optim.update import check_optimizer
 from jaxdist.parallel.modules.module_loss import ModuleLoss
 from jaxdist.parallel.options import StepOptions, make_options
-from jaxdist.parallel.pipeline.stages import order_of_blocks
 from jaxdist.parallel.program import check_axes
 from jaxdist.parallel.schedule import UserLoss
 from jaxdist.processes import anywhere, done_by_first
@@ -249,14 +248,10 @@ def _settled(
 
 
 def _plan(config: Config, mesh: Mesh, model: Any, optimizer: Any, options: StepOptions, target: TrainState) -> RunPlan:
-    """The plan of a run. It has no source, and the order of blocks of a `ModelDef` only."""
-    order = np.arange(0)
-    if isinstance(model, ModelDef):
-        stages = {"stages": mesh.shape["pipe"], "chunks": model.chunks, "blocks": model.stages}
-        order = order_of_blocks(model.layers, **stages)
+    """The plan of a run. It has no source."""
     step = make_train_step(model, optimizer, mesh, options)
-    nothing = Source(order[:0], None, 0, {"name": "batches"})
-    return RunPlan(config, mesh, nothing, Parts(model, optimizer, options, ("xla", None), target, order, step))
+    nothing = Source(np.arange(0), None, 0, {"name": "batches"})
+    return RunPlan(config, mesh, nothing, Parts(model, optimizer, options, ("xla", None), target, step))
 
 
 def _fit(plan: RunPlan, given: _Given, fresh: Callable[[], TrainState], run_dir: str | None) -> FitResult:

@@ -7,6 +7,7 @@ numbers of blocks, each of them has as many rows as the largest. Rows without a 
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,13 @@ def order_of_blocks(layers: int, *, stages: int, chunks: int = 1, blocks: Sequen
     first, row = np.cumsum(counts) - counts, np.arange(counts.max())
     rows = np.where(row < counts[:, None], first[:, None] + row, -1)  # [virtual stages, rows of each]
     return rows.reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
+
+
+def order_of_model(model: Any) -> np.ndarray:
+    """The block in each row of a model's stacked blocks, as of `order_of_blocks`; empty for what is no `ModelDef`."""
+    if not isinstance(model, ModelDef):
+        return np.arange(0)
+    return np.asarray(getattr(model.arranged, "rows", ()) or range(model.layers))
 
 
 def rows_of_blocks(order: np.ndarray) -> np.ndarray:

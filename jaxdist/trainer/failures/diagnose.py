@@ -30,6 +30,7 @@ from jaxdist.errors import first_of
 from jaxdist.mesh import AXES, batch_shards
 from jaxdist.model import ModelDef
 from jaxdist.parallel.options import StepOptions
+from jaxdist.parallel.pipeline.stages import order_of_model
 from jaxdist.specs import STACKED, UNITS, PyTree, batch_spec, leaves_by_name, path_name, without_idle
 from jaxdist.state import TrainState
 from jaxdist.step import make_train_step
@@ -144,7 +145,7 @@ def make_diagnosis(
 
     options: as given to `make_train_step`.
     """
-    watched, numbers = probed(model, mesh.size), getattr(model.arranged, "rows", ()) or range(model.layers)
+    watched, numbers = probed(model, mesh.size), order_of_model(model).tolist()
     rule, microbatches = options.precision.scale_rule, options.microbatches
     fixed = replace(options, grad_sync=GradSync(), freeze=(), max_skips=2**30, return_grads=True)
     make = functools.partial(make_train_step, watched, optax.set_to_zero(), mesh, fixed)

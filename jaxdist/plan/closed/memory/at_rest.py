@@ -16,7 +16,7 @@ from jaxdist.optim import leave_out, only_trained
 from jaxdist.optim.patterns import fitting
 from jaxdist.parallel.compose import get_strategy
 from jaxdist.parallel.options import StepOptions
-from jaxdist.parallel.pipeline.stages import order_of_blocks
+from jaxdist.parallel.pipeline.stages import order_of_model
 from jaxdist.plan.closed.leaves import Known, Leaf, model_key, placing_key
 from jaxdist.plan.explain import IN_HOST_MEMORY
 from jaxdist.plan.traced.liveness import peak_bytes
@@ -169,9 +169,8 @@ def _optimizer(config: Config, known: Known) -> _Optimizer:
     """The optimizer of a configuration, whatever its layout."""
 
     def make() -> _Optimizer:
-        model, parallel, mesh = known.model(config), config.parallel, abstract_mesh()
-        order = order_of_blocks(model.layers, stages=config.mesh.pipe, chunks=parallel.chunks, blocks=parallel.stages)
-        plain, rules = optimizer_of(config, order.tolist()), rules_of(model)
+        model, mesh = known.model(config), abstract_mesh()
+        plain, rules = optimizer_of(config, order_of_model(model).tolist()), rules_of(model)
         optimizer = only_trained(plain, config.optimizer.frozen, rules)
         # Each parameter gets a spec, by which the leaves that are sharded like it are found again.
         tree: Any = jax.tree.structure(model.shapes)
